@@ -1,0 +1,50 @@
+"""particlax: Bayesian sampling by moving particles, in JAX."""
+
+from particlax import (
+    diagnostics,
+    diffusions,
+    errors,
+    integrators,
+    kernels,
+    metrics,
+    particles,
+    plots,
+    schedules,
+    zoo,
+)
+from particlax.algorithms import pi_sgld, sghmc, sgld, svgd, w_sgld, w_sgld_b
+from particlax.data import Minibatches
+from particlax.flow import Flow, Info, State
+from particlax.run import Result, run
+from particlax.target import Target
+from particlax.terms import Drift, Stein
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Drift",
+    "Flow",
+    "Info",
+    "Minibatches",
+    "Result",
+    "State",
+    "Stein",
+    "Target",
+    "diagnostics",
+    "diffusions",
+    "errors",
+    "integrators",
+    "kernels",
+    "metrics",
+    "particles",
+    "pi_sgld",
+    "plots",
+    "run",
+    "schedules",
+    "sghmc",
+    "sgld",
+    "svgd",
+    "w_sgld",
+    "w_sgld_b",
+    "zoo",
+]

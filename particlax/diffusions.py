@@ -1,0 +1,305 @@
+"""Realisations of the diffusion -weight * grad log mu, mu the law of the particles.
+
+`Langevin` is noise. `Blob`, `GFSD` and `Transport` are deterministic forces between particles; each
+of these takes `calibrate=True`.
+
+Calibration. Every density mu satisfies E[-grad log mu(x) (x - m)^T] = I. A calibrated force t is centred
+and multiplied by the inverse of C = 1/M sum_i t_i (x_i - m)^T, so that the cloud's own force satisfies
+this identity. Where it balances the drift, Stein's identity then holds for every linear test function,
+and on a Gaussian target the cloud has exactly the target's mean and covariance (M > D).
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from particlax import pairwise
+from particlax.checks import Scheduled, at, positive
+from particlax.errors import OptionError, ParticleError, one_of
+from particlax.kernels import RBF, Bandwidth, Kernel, Median, as_bandwidth
+from particlax.particles import dimension, flatten, num_particles
+from particlax.terms import Cloud, Term, Velocity, scale
+
+__all__ = [
+    "GFSD",
+    "Blob",
+    "Coupling",
+    "FixedScale",
+    "Force",
+    "Langevin",
+    "Sinkhorn",
+    "Transport",
+    "calibrated",
+]
+
+
+class Langevin(Term):
+    """sqrt(2 weight) dW: the diffusion as noise, which makes SGLD of a drift.
+
+    In a metric D that moves with the cloud, the noise is D^1/2 dW and the drift gains weight * div D
+    (Garbuno-Inigo, Nüsken & Reich 2020), without which the law would be wrong at finite M.
+    """
+
+    weight: Scheduled = 1.0
+    noisy: ClassVar[bool] = True
+
+    def __check_init__(self) -> None:
+        positive("Langevin weight", self.weight)
+
+    def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
+        weight = at(self.weight, cloud.step)
+        noise = scale(jnp.sqrt(2 * weight), cloud.frame.normal(key, cloud.x))
+        correction = cloud.frame.correction(cloud.x)
+        drift = jax.tree.map(jnp.zeros_like, noise) if correction is None else correction
+        return Velocity(scale(weight, drift), noise), memory
+
+
+class Force(Term):
+    """A deterministic realisation: `force` approximates -grad log mu at every particle."""
+
+    calibrate: eqx.AbstractVar[bool]
+
+    @abc.abstractmethod
+    def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
+        """-grad log mu at the particles, and the new memory."""
+
+    def check(self, particles: PyTree) -> None:
+        num, dim = num_particles(particles), dimension(particles)
+        if self.calibrate and num <= dim:
+            raise ParticleError(
+                f"calibrate=True needs more particles than coordinates but there are {num} particles in "
+                f"D = {dim}; give at least {dim + 1} particles or use calibrate=False"
+            )
+
+    def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
+        force, memory = self.force(cloud, memory)
+        if self.calibrate:
+            force = calibrated(force, cloud.x)
+        return Velocity(scale(at(self.weight, cloud.step), force)), memory
+
+
+def calibrated(force: PyTree, x: PyTree) -> PyTree:
+    """C^-1 (t_i - mean t) with C = 1/M sum_i t_i (x_i - m)^T.
+
+    >>> x = jax.random.normal(jax.random.key(0), (50, 3))
+    >>> t = calibrated(jnp.tanh(x), x)
+    >>> bool(jnp.allclose(t.T @ (x - x.mean(0)) / 50, jnp.eye(3), atol=1e-5))
+    True
+    """
+    matrix, unflatten = flatten(force)
+    points = flatten(x)[0]
+    matrix, points = matrix - matrix.mean(0), points - points.mean(0)
+    moment = matrix.T @ points / len(points)
+    return unflatten(jnp.linalg.solve(moment, matrix.T).T)
+
+
+class Blob(Force):
+    """b_i = sum_j (1/S_i + 1/S_j) W_ij (x_i - x_j), S_i = sum_k K_ik (paper eq. 22; RBF: W = 2 K / h).
+
+    Minus the gradient of sum_i log(sum_j K_ij): the entropy of the smoothed density, smoothed only
+    inside the logarithm (Carrillo, Craig & Patacchini 2019).
+    """
+
+    weight: Scheduled = 1.0
+    kernel: Kernel = RBF()
+    calibrate: bool = False
+
+    def __check_init__(self) -> None:
+        positive("Blob weight", self.weight)
+
+    def check(self, particles: PyTree) -> None:
+        Force.check(self, particles)
+        self.kernel.bandwidth.check(particles)
+
+    def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
+        x, h = cloud.x, self.kernel.bandwidth(cloud.x)
+        inverse = 1 / pairwise.total(x, x, lambda r2: self.kernel.pair(r2, h)[0])
+
+        def weights(r2: Array, own: Array, other: Array) -> Array:
+            return self.kernel.pair(r2, h)[1] * (own + other)
+
+        return pairwise.interact(x, x, weights, rows=(inverse,), cols=(inverse,)), memory
+
+
+class GFSD(Force):
+    """(1/S_i) sum_j W_ij (x_i - x_j) = -grad log of the smoothed density at x_i (Liu et al. 2019).
+
+    RBF: (2 / h) (x_i - sum_j K_ij x_j / S_i).
+    """
+
+    weight: Scheduled = 1.0
+    kernel: Kernel = RBF()
+    calibrate: bool = False
+
+    def __check_init__(self) -> None:
+        positive("GFSD weight", self.weight)
+
+    def check(self, particles: PyTree) -> None:
+        Force.check(self, particles)
+        self.kernel.bandwidth.check(particles)
+
+    def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
+        x, h = cloud.x, self.kernel.bandwidth(cloud.x)
+        inverse = 1 / pairwise.total(x, x, lambda r2: self.kernel.pair(r2, h)[0])
+
+        def weights(r2: Array, own: Array) -> Array:
+            return self.kernel.pair(r2, h)[1] * own
+
+        return pairwise.interact(x, x, weights, rows=(inverse,)), memory
+
+
+class Plan(NamedTuple):
+    """B_ij = weights(r2_ij, *rows_i, *cols_j) of the force sum_j B_ij (x_i - y_j)."""
+
+    weights: Callable[..., Array]
+    rows: Sequence[Array] = ()
+    cols: Sequence[Array] = ()
+
+
+class Coupling(eqx.Module):
+    """How `Transport` ties a particle to where the particles were: the p_ij of paper eq. 20."""
+
+    lam: eqx.AbstractVar[Bandwidth]
+
+    def init(self, num: int, dtype: Any) -> PyTree:
+        """The coupling's memory between steps."""
+        return ()
+
+    @abc.abstractmethod
+    def plan(self, x: PyTree, y: PyTree, memory: PyTree) -> tuple[Plan, PyTree]:
+        """The weights of the force, and the new memory."""
+
+
+class FixedScale(Coupling):
+    """The paper's shortcut: u_i v_j is one constant gamma, so B = 2 gamma (1 - r2/lam) exp(-r2/lam).
+
+    `lam` is a number or a bandwidth rule, by default med^2 / log M. Repels inside sqrt(lam), attracts
+    outside; with the default a typical pair sits on the attractive side, so in high dimension a large
+    gamma pulls the cloud together (a lam of a few med^2 repels instead).
+
+    >>> FixedScale(gamma=0.5, lam=2.0).gamma
+    0.5
+    """
+
+    gamma: float = 1.0
+    lam: Bandwidth = eqx.field(converter=as_bandwidth, default=Median())
+
+    def __check_init__(self) -> None:
+        positive("gamma", self.gamma)
+
+    def plan(self, x: PyTree, y: PyTree, memory: PyTree) -> tuple[Plan, PyTree]:
+        lam = self.lam(x)
+
+        def weights(r2: Array) -> Array:
+            a = r2 / lam
+            return 2 * self.gamma * (1 - a) * jnp.exp(-a)
+
+        return Plan(weights), memory
+
+
+class Sinkhorn(Coupling):
+    """The real entropic coupling P = diag(u) exp(-r2/lam) diag(v), rows and columns summing to 1/M.
+
+    Solved in the log domain to `tolerance` (largest relative error of a row sum) or `iterations`, and
+    warm-started from the previous step's log u, log v. `derivative` says what the force descends:
+    "fixed" holds u, v (the paper's eq. 21 with M P in place of gamma exp): 2 M P (1 - r2/lam)(x_i - y_j);
+    "envelope" is minus the true gradient of the regularised cost: -2 M P (x_i - y_j), a pure pull to
+    the barycentric projection.
+
+    >>> Sinkhorn(lam=1.0, derivative="envelope").derivative
+    'envelope'
+    """
+
+    lam: Bandwidth = eqx.field(converter=as_bandwidth, default=Median())
+    derivative: str = "fixed"
+    iterations: int = 100
+    tolerance: float = 1e-4
+
+    def __check_init__(self) -> None:
+        one_of("Sinkhorn derivative", self.derivative, ("fixed", "envelope"))
+        positive("tolerance", self.tolerance)
+        if self.iterations < 1:
+            raise OptionError(f"Sinkhorn got iterations={self.iterations}; expected at least 1")
+
+    def init(self, num: int, dtype: Any) -> PyTree:
+        return jnp.zeros(num, dtype), jnp.zeros(num, dtype)
+
+    def potentials(
+        self, x: PyTree, y: PyTree, lam: Float[Array, ""], start: tuple[Array, Array]
+    ) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+        """log u and log v by alternate scaling of rows and columns."""
+        log_share = -np.log(num_particles(x))
+
+        def lift(r2: Array, other: Array) -> Array:
+            return other - r2 / lam
+
+        def sweep(carry: Any) -> Any:
+            count, _, log_u, log_v, _ = carry
+            log_u = log_share - pairwise.logsumexp(x, y, lift, cols=(log_v,))
+            log_v = log_share - pairwise.logsumexp(y, x, lift, cols=(log_u,))
+            excess = log_u + pairwise.logsumexp(x, y, lift, cols=(log_v,)) - log_share
+            return count + 1, jnp.max(jnp.abs(jnp.expm1(excess))), log_u, log_v, ()
+
+        def unfinished(carry: Any) -> Array:
+            return (carry[0] < self.iterations) & (carry[1] > self.tolerance)
+
+        log_u, log_v = start
+        carry = (jnp.zeros((), jnp.int32), jnp.full((), jnp.inf, log_u.dtype), log_u, log_v, ())
+        _, _, log_u, log_v, _ = jax.lax.while_loop(unfinished, sweep, carry)
+        return log_u, log_v
+
+    def plan(self, x: PyTree, y: PyTree, memory: PyTree) -> tuple[Plan, PyTree]:
+        lam, num = self.lam(x), num_particles(x)
+        log_u, log_v = self.potentials(x, y, lam, memory)
+
+        def weights(r2: Array, own: Array, other: Array) -> Array:
+            a = r2 / lam
+            plan = 2 * num * jnp.exp(own + other - a)
+            return plan * (1 - a) if self.derivative == "fixed" else -plan
+
+        return Plan(weights, (log_u,), (log_v,)), (log_u, log_v)
+
+
+class Transport(Force):
+    """t_i = sum_j B_ij (x_i - y_j): the discrete gradient flow of w-SGLD (paper eq. 21).
+
+    y are the particles at the start of the JKO step, which lasts `inner` steps. The paper prints eq. 21
+    with a minus sign before the sum; descending it as its text says (repulsion when near, attraction
+    when far) is t_i = sum_j 2 gamma (1 - r2/lam) exp(-r2/lam) (x_i - y_j).
+    """
+
+    weight: Scheduled = 1.0
+    coupling: Coupling = FixedScale()
+    inner: int = 1
+    calibrate: bool = False
+
+    def __check_init__(self) -> None:
+        positive("Transport weight", self.weight)
+        if self.inner < 1:
+            raise OptionError(f"Transport got inner={self.inner}; expected at least 1 inner step")
+
+    def check(self, particles: PyTree) -> None:
+        Force.check(self, particles)
+        self.coupling.lam.check(particles)
+
+    def init(self, particles: PyTree) -> PyTree:
+        dtype = jnp.promote_types(jnp.result_type(*jax.tree.leaves(particles)), jnp.float32)
+        anchor = jax.tree.map(jnp.copy, particles) if self.inner > 1 else ()
+        return anchor, self.coupling.init(num_particles(particles), dtype)
+
+    def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
+        anchor, coupled = memory
+        x = y = cloud.x
+        if self.inner > 1:
+            fresh = cloud.step % self.inner == 0
+            anchor = jax.tree.map(lambda new, old: jnp.where(fresh, new, old), cloud.raw, anchor)
+            y = cloud.frame.points(anchor)
+        plan, coupled = self.coupling.plan(x, y, coupled)
+        force = pairwise.interact(x, y, plan.weights, rows=plan.rows, cols=plan.cols)
+        return force, (anchor, coupled)

@@ -1,0 +1,162 @@
+"""Flow: target, terms, metric and integrator as one step of a sampler."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from particlax.errors import OptionError, ParticleError, known_options
+from particlax.integrators import Integrator
+from particlax.metrics import Identity, Metric
+from particlax.particles import as_cloud, num_particles
+from particlax.target import Target
+from particlax.terms import Cloud, Term, Velocity, add
+
+__all__ = ["Flow", "Info", "State"]
+
+
+class State(eqx.Module):
+    """Everything that a flow carries from one step to the next."""
+
+    particles: PyTree[Float[Array, "M ..."]]
+    step: Int[Array, ""]
+    integrator: PyTree
+    terms: tuple[PyTree, ...]
+
+
+class Info(eqx.Module):
+    """What a step saw, at the particles it started from. Unused parts cost nothing under `jax.jit`."""
+
+    log_density: Float[Array, " M"]
+    score: PyTree[Float[Array, "M ..."]]
+    forces: dict[str, Float[Array, ""]]
+    """Root mean square of each term's drift over the cloud: the balance of attraction and repulsion."""
+
+
+class Flow(eqx.Module):
+    """A sum of terms on a target, stepped by an integrator (the recipe, paper eq. 23).
+
+    `step` evaluates M scores, once, whatever the number of terms. Keys are folded from the step number and
+    the place among the noisy terms, so resuming, or adding a deterministic term, changes no noise: passing
+    the same key at every step is right, and so is passing fresh ones.
+
+    >>> import particlax as px
+    >>> target = px.Target(lambda x: -0.5 * jnp.sum(x**2))
+    >>> terms = (px.Drift(), px.diffusions.Blob())
+    >>> flow = px.Flow(target, terms, integrator=px.integrators.Euler(0.1))
+    >>> state = flow.init(jax.random.normal(jax.random.key(0), (20, 2)))
+    >>> state, info = flow.step(jax.random.key(1), state)
+    >>> int(state.step)
+    1
+    """
+
+    target: Target
+    terms: tuple[Term, ...]
+    integrator: Integrator
+    metric: Metric
+
+    @known_options
+    def __init__(
+        self,
+        target: Target,
+        terms: Sequence[Term],
+        integrator: Integrator,
+        metric: Metric = Identity(),
+    ):
+        self.target = _expect("target", target, Target, "px.Target(log_density)")
+        self.integrator = _expect(
+            "integrator", integrator, Integrator, "px.integrators.Euler(1e-2)"
+        )
+        self.metric = _expect("metric", metric, Metric, "px.metrics.Ensemble()")
+        self.terms = tuple(terms) if isinstance(terms, Sequence) else (terms,)
+        if not self.terms:
+            raise OptionError("Flow got no terms; expected at least one, such as px.Stein()")
+        for term in self.terms:
+            _expect("each of terms", term, Term, "px.Drift()")
+        noisy = [type(term).__name__ for term in self.terms if term.noisy]
+        if noisy and not integrator.takes_noise:
+            raise OptionError(
+                f"{type(integrator).__name__} got the noisy term {noisy[0]}: an optimizer would rescale the "
+                "noise and sample a wrong law. Use px.integrators.RMS (RMSprop that scales noise by its "
+                "square root), Euler or Momentum, or a deterministic diffusion such as px.diffusions.Blob()"
+            )
+        if noisy and integrator.elementwise and not metric.diagonal:
+            raise OptionError(
+                f"{type(integrator).__name__} scales coordinates one by one, which does not commute with the "
+                f"{type(metric).__name__} metric, and {noisy[0]} is noisy: the law would be wrong. Use Euler or "
+                "Momentum with it, or the Diagonal metric"
+            )
+
+    def init(self, particles: PyTree) -> State:
+        """The state before the first step. Checks the particles; the caller's arrays are copied."""
+        cloud = as_cloud(particles)
+        _finite(cloud)
+        self.metric.check(cloud)
+        for term in self.terms:
+            term.check(cloud)
+        memories = tuple(term.init(cloud) for term in self.terms)
+        return State(cloud, jnp.zeros((), jnp.int32), self.integrator.init(cloud), memories)
+
+    def step(self, key: Key[Array, ""], state: State, batch: PyTree = None) -> tuple[State, Info]:
+        """One step: pure, and fit for `jax.jit`, `lax.scan` and `vmap` over keys and states."""
+        particles = state.particles
+        log_density, score = self.target.score(particles, batch)
+        frame = self.metric.frame(particles)
+        cloud = Cloud(frame.points(particles), frame.scores(score), state.step, frame, particles)
+        velocity, memories, forces = self._sum(cloud, jax.random.fold_in(key, state.step), state)
+        moved, memory = self.integrator.step(particles, velocity, state.integrator, state.step)
+        moved = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, particles)
+        return (
+            State(moved, state.step + 1, memory, memories),
+            Info(log_density, score, forces),
+        )
+
+    def _sum(
+        self, cloud: Cloud, key: Key[Array, ""], state: State
+    ) -> tuple[Velocity, tuple[PyTree, ...], dict[str, Array]]:
+        drifts, noises, memories, forces = [], [], [], {}
+        for place, (term, old) in enumerate(zip(self.terms, state.terms, strict=True)):
+            own = jax.random.fold_in(key, len(noises)) if term.noisy else None
+            part, memory = term(cloud, own, old)
+            drifts.append(part.drift)
+            memories.append(memory)
+            if part.noise is not None:
+                noises.append(part.noise)
+            name = type(term).__name__
+            forces[f"{name}{place}" if name in forces else name] = _rms(part.drift)
+        drift, noise = add(*drifts), add(*noises)
+        noise = None if noise is None else cloud.frame.back(noise)
+        return Velocity(cloud.frame.back(drift), noise), tuple(memories), forces
+
+
+def _rms(tree: PyTree) -> Array:
+    leaves = jax.tree.leaves(tree)
+    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in leaves) / num_particles(tree))
+
+
+def _expect(name: str, value: Any, kind: type, example: str) -> Any:
+    if not isinstance(value, kind):
+        raise OptionError(
+            f"{name} is {value!r} ({type(value).__name__}); expected a {kind.__name__}, "
+            f"for instance {example}"
+        )
+    return value
+
+
+def _finite(cloud: PyTree) -> None:
+    """Refuse particles that are NaN or infinite from the start (skipped under tracing)."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(cloud):
+        if isinstance(leaf, Tracer):
+            return
+        bad = jnp.any(~jnp.isfinite(leaf.reshape(len(leaf), -1)), axis=1)
+        if bool(bad.any()):
+            where = jnp.flatnonzero(bad)[:10].tolist()
+            name = jax.tree_util.keystr(path) or "the array"
+            raise ParticleError(
+                f"{int(bad.sum())} of {len(leaf)} particles are not finite in {name} (first: {where}); "
+                "expected finite starting points"
+            )

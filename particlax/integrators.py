@@ -1,0 +1,154 @@
+"""Integrators: turn a velocity into the next cloud. They hold the memory; terms hold none.
+
+Noise never passes through an optimiser: what scales the drift scales the noise by its square root, or the
+combination is refused.
+"""
+
+import abc
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, PyTree
+
+from particlax.checks import Scheduled, at, positive
+from particlax.errors import OptionError
+from particlax.terms import Velocity, add, scale
+
+__all__ = ["RMS", "Euler", "Integrator", "Momentum", "Optax"]
+
+
+class Integrator(eqx.Module):
+    """One stepping rule for every sum of terms."""
+
+    takes_noise: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
+    """Whether it scales coordinates one by one, which noise bears only in a diagonal metric."""
+
+    @abc.abstractmethod
+    def init(self, particles: PyTree) -> PyTree:
+        """The integrator's memory."""
+
+    @abc.abstractmethod
+    def step(
+        self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
+    ) -> tuple[PyTree, PyTree]:
+        """The next particles and memory."""
+
+
+class Euler(Integrator):
+    """x += eps * drift + sqrt(eps) * noise (Euler-Maruyama)."""
+
+    step_size: Scheduled
+
+    def __check_init__(self) -> None:
+        positive("step_size", self.step_size)
+
+    def init(self, particles: PyTree) -> PyTree:
+        return ()
+
+    def step(
+        self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
+    ) -> tuple[PyTree, PyTree]:
+        eps = at(self.step_size, step)
+        noise = None if velocity.noise is None else scale(jnp.sqrt(eps), velocity.noise)
+        return add(particles, scale(eps, velocity.drift), noise), memory
+
+
+class Optax(Integrator):
+    """Any optax optimizer, ascending along the drift; refuses noisy terms.
+
+    >>> Optax(optax.adam(0.1)).takes_noise
+    False
+    """
+
+    optimizer: optax.GradientTransformation
+    takes_noise: ClassVar[bool] = False
+
+    def __check_init__(self) -> None:
+        if not hasattr(self.optimizer, "update") or not hasattr(self.optimizer, "init"):
+            raise OptionError(
+                f"optimizer is {self.optimizer!r}; expected an optax optimizer such as optax.adam(0.05)"
+            )
+
+    def init(self, particles: PyTree) -> PyTree:
+        return self.optimizer.init(particles)
+
+    def step(
+        self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
+    ) -> tuple[PyTree, PyTree]:
+        descent = jax.tree.map(jnp.negative, velocity.drift)
+        updates, memory = self.optimizer.update(descent, memory, particles)
+        return optax.apply_updates(particles, updates), memory  # pyright: ignore
+
+
+class RMS(Integrator):
+    """x += eps G drift + sqrt(eps G) noise with G = 1 / (epsilon + sqrt V), V an average of drift^2.
+
+    RMSprop's preconditioner on the drift and its square root on the noise: with `Langevin` this is pSGLD
+    (Li et al. 2016). Its correction for the change of G with x is left out, as is usual.
+    """
+
+    step_size: Scheduled
+    decay: float = 0.99
+    epsilon: float = 1e-5
+    elementwise: ClassVar[bool] = True
+
+    def __check_init__(self) -> None:
+        positive("step_size", self.step_size)
+        positive("epsilon", self.epsilon)
+        if not 0 <= self.decay < 1:
+            raise OptionError(f"decay is {self.decay}; expected a number in [0, 1)")
+
+    def init(self, particles: PyTree) -> PyTree:
+        return jax.tree.map(jnp.zeros_like, particles)
+
+    def step(
+        self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
+    ) -> tuple[PyTree, PyTree]:
+        eps = at(self.step_size, step)
+        memory = jax.tree.map(
+            lambda v, g: self.decay * v + (1 - self.decay) * g * g, memory, velocity.drift
+        )
+        gain = jax.tree.map(lambda v: eps.astype(v.dtype) / (self.epsilon + jnp.sqrt(v)), memory)
+        drift = jax.tree.map(jnp.multiply, gain, velocity.drift)
+        noise = None
+        if velocity.noise is not None:
+            noise = jax.tree.map(lambda g, n: jnp.sqrt(g) * n, gain, velocity.noise)
+        return add(particles, drift, noise), memory
+
+
+class Momentum(Integrator):
+    """Second-order Langevin: dx = q dt, dq = (drift - friction q) dt + sqrt(friction) noise.
+
+    Of `Drift` and `Langevin` it makes SGHMC; of deterministic terms the accelerated flow that comes to
+    rest where the first-order one does (`Blob`: particle SGHMC; `Stein`: SVGD with momentum). The paper
+    prints -B q - grad U for the force; with U the log density it is -B q + grad U. One step is kick, half a
+    move, friction and noise, half a move (BAOA): one gradient, and exact positions on a Gaussian. With
+    noise in a metric that moves with the cloud the law holds up to O(D / M).
+    """
+
+    step_size: Scheduled
+    friction: float = 1.0
+
+    def __check_init__(self) -> None:
+        positive("step_size", self.step_size)
+        positive("friction", self.friction, zero=False)
+
+    def init(self, particles: PyTree) -> PyTree:
+        return jax.tree.map(jnp.zeros_like, particles)
+
+    def step(
+        self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
+    ) -> tuple[PyTree, PyTree]:
+        eps = at(self.step_size, step)
+        decay = jnp.exp(-self.friction * eps)
+        kicked = add(memory, scale(eps, velocity.drift))
+        halfway = add(particles, scale(eps / 2, kicked))
+        fresh: Any = None
+        if velocity.noise is not None:
+            fresh = scale(jnp.sqrt((1 - decay**2) / 2), velocity.noise)
+        slowed = add(scale(decay, kicked), fresh)
+        return add(halfway, scale(eps / 2, slowed)), slowed

@@ -1,0 +1,141 @@
+"""Metrics: the matrix D = g g^T of the recipe, which may depend on the whole cloud.
+
+A metric gives a frame: terms work in z = L^-1 (x - m) with D = L L^T, where the cloud looks round, and
+their velocities are mapped back by L.
+"""
+
+import abc
+import math
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, PyTree
+
+from particlax.errors import ParticleError
+from particlax.particles import dimension, flatten, num_particles
+from particlax.terms import Frame, scale
+
+__all__ = ["Diagonal", "Ensemble", "Identity", "Metric"]
+
+
+class Metric(eqx.Module):
+    """Chooses the coordinates for a cloud."""
+
+    diagonal: ClassVar[bool] = True
+    """Whether D is diagonal, so that an elementwise preconditioner may stand beside it."""
+
+    @abc.abstractmethod
+    def frame(self, x: PyTree) -> Frame:
+        """The coordinates for the cloud `x`."""
+
+    def check(self, particles: PyTree) -> None:
+        """Refuse clouds from which the metric cannot be made."""
+
+
+class Identity(Metric):
+    """D = I, as in the paper."""
+
+    def frame(self, x: PyTree) -> Frame:
+        return Frame()
+
+
+class _Scaled(Frame):
+    mean: PyTree
+    sd: PyTree
+
+    def points(self, x: PyTree) -> PyTree:
+        return jax.tree.map(lambda a, m, s: (a - m) / s, x, self.mean, self.sd)
+
+    def scores(self, score: PyTree) -> PyTree:
+        return jax.tree.map(jnp.multiply, score, self.sd)
+
+    def back(self, velocity: PyTree) -> PyTree:
+        return jax.tree.map(jnp.multiply, velocity, self.sd)
+
+    def correction(self, z: PyTree) -> PyTree:
+        return scale(2 / num_particles(z), z)
+
+
+class Diagonal(Metric):
+    """D = the variance of each coordinate over the cloud (1/M normalisation).
+
+    The finite-M correction of noise is div D = 2/M (x_i - m).
+
+    >>> x = jnp.array([[0.0, 10.0], [2.0, 30.0]])
+    >>> Diagonal().frame(x).points(x).tolist()
+    [[-1.0, -1.0], [1.0, 1.0]]
+    """
+
+    def frame(self, x: PyTree) -> Frame:
+        mean = jax.tree.map(lambda a: jnp.mean(a, 0), x)
+        # A coordinate without spread has no scale of its own; tiny keeps its z at zero, not NaN.
+        sd = jax.tree.map(lambda a: jnp.maximum(jnp.std(a, 0), jnp.finfo(a.dtype).tiny), x)
+        return _Scaled(mean, sd)
+
+    def check(self, particles: PyTree) -> None:
+        _spread(particles, "Diagonal", 2)
+
+
+class _Whitened(Frame):
+    mean: Float[Array, " D"]
+    factor: Float[Array, "D D"]
+    white: Float[Array, "M D"]
+    like: PyTree
+
+    def points(self, x: PyTree) -> Float[Array, "M D"]:
+        if x is self.like:
+            return self.white
+        centred = flatten(x)[0] - self.mean
+        return jax.scipy.linalg.solve_triangular(self.factor, centred.T, lower=True).T
+
+    def scores(self, score: PyTree) -> Float[Array, "M D"]:
+        return flatten(score)[0] @ self.factor
+
+    def back(self, velocity: Float[Array, "M D"]) -> PyTree:
+        return flatten(self.like)[1](velocity @ self.factor.T)
+
+    def normal(self, key: Key[Array, ""], z: Float[Array, "M D"]) -> Float[Array, "M D"]:
+        """(1/sqrt M) sum_j z_j W_ij: standard normal in law and, unlike L W, moving with the cloud."""
+        num = len(z)
+        return jax.random.normal(key, (num, num), z.dtype) @ z / math.sqrt(num)
+
+    def correction(self, z: Float[Array, "M D"]) -> Float[Array, "M D"]:
+        return (z.shape[1] + 1) / len(z) * z
+
+
+class Ensemble(Metric):
+    """D = the covariance of the cloud (1/M normalisation): the flow is affine invariant.
+
+    Running on A x + b gives A times the result plus b, so ill-conditioned targets need no tuning. Noise is
+    D^1/2 dW = (1/sqrt M) sum_j (x_j - m) dW_ij, and its finite-M correction is div D = (D + 1)/M (x_i - m)
+    (Garbuno-Inigo, Nüsken & Reich 2020). Needs M > D + 1.
+
+    >>> x = jax.random.normal(jax.random.key(0), (50, 3)) * jnp.array([1.0, 10.0, 100.0])
+    >>> z = Ensemble().frame(x).points(x)
+    >>> bool(jnp.allclose(z.T @ z / 50, jnp.eye(3), atol=1e-5))
+    True
+    """
+
+    diagonal: ClassVar[bool] = False
+
+    def frame(self, x: PyTree) -> Frame:
+        matrix = flatten(x)[0]
+        mean = jnp.mean(matrix, 0)
+        # The covariance's factor from the QR of the cloud itself: squaring would lose half the digits.
+        q, r = jnp.linalg.qr(matrix - mean)
+        root = math.sqrt(len(matrix))
+        return _Whitened(mean, r.T / root, q * root, x)
+
+    def check(self, particles: PyTree) -> None:
+        _spread(particles, "Ensemble", dimension(particles) + 2)
+
+
+def _spread(particles: PyTree, name: str, needed: int) -> None:
+    num = num_particles(particles)
+    if num < needed:
+        raise ParticleError(
+            f"the {name} metric needs at least {needed} particles for D = {dimension(particles)} but "
+            f"there are {num}; give more particles, or use the Diagonal or Identity metric"
+        )

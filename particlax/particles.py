@@ -1,0 +1,153 @@
+"""Particle clouds: pytrees whose every leaf has the same leading axis, the particle axis."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, PyTree
+
+from particlax.errors import ParticleError
+
+__all__ = ["as_cloud", "dimension", "flatten", "normal", "num_particles", "replicate", "uniform"]
+
+
+def _name(path: Any) -> str:
+    return "the array" if not path else f"leaf {jax.tree_util.keystr(path)}"
+
+
+def num_particles(particles: PyTree) -> int:
+    """The number M of particles, after checking that `particles` is a cloud.
+
+    >>> num_particles({"w": jnp.zeros((5, 3)), "b": jnp.zeros(5)})
+    5
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(particles)
+    if not leaves:
+        raise ParticleError(
+            "the particles are an empty pytree; expected at least one array with a leading "
+            "particle axis"
+        )
+    first: tuple[str, int] | None = None
+    for path, leaf in leaves:
+        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ParticleError(
+                f"{_name(path)} of the particles has dtype {dtype}; expected a real floating type. "
+                "Convert it with .astype(float), or keep what is not sampled out of the particles"
+            )
+        if not shape:
+            raise ParticleError(
+                f"{_name(path)} of the particles is a scalar; expected a leading particle axis. "
+                "For M copies of one point use px.particles.replicate(point, M) or "
+                "px.particles.normal(key, M, like=point)"
+            )
+        if first is None:
+            first = (_name(path), shape[0])
+        elif shape[0] != first[1]:
+            raise ParticleError(
+                f"{_name(path)} has leading size {shape[0]} (shape {shape}) but {first[0]} has "
+                f"{first[1]}; expected the same number of particles on axis 0 of every leaf"
+            )
+    assert first is not None
+    if first[1] == 0:
+        raise ParticleError(
+            f"{first[0]} has leading size 0: there are no particles; expected at least one"
+        )
+    return first[1]
+
+
+def as_cloud(particles: PyTree) -> PyTree[Float[Array, "M ..."]]:
+    """The particles as strongly typed JAX arrays, copied, so that the caller's survive donation."""
+    num_particles(particles)
+    return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=jnp.result_type(leaf)), particles)
+
+
+def dimension(particles: PyTree) -> int:
+    """The number D of coordinates of one particle.
+
+    >>> dimension({"w": jnp.zeros((5, 3)), "b": jnp.zeros(5)})
+    4
+    """
+    return sum(int(np.prod(jnp.shape(leaf)[1:])) for leaf in jax.tree.leaves(particles))
+
+
+def flatten(
+    particles: PyTree,
+) -> tuple[Float[Array, "M D"], Callable[[Float[Array, "N D"]], PyTree]]:
+    """The cloud as an M x D matrix, and the function that gives a matrix the cloud's structure.
+
+    >>> matrix, unflatten = flatten({"w": jnp.zeros((5, 3)), "b": jnp.zeros(5)})
+    >>> matrix.shape, unflatten(matrix)["w"].shape
+    ((5, 4), (5, 3))
+    """
+    leaves, structure = jax.tree.flatten(particles)
+    tails = [leaf.shape[1:] for leaf in leaves]
+    dtypes = [leaf.dtype for leaf in leaves]
+    ends = np.cumsum([int(np.prod(tail)) for tail in tails])
+
+    def unflatten(matrix: Array) -> PyTree:
+        pieces = jnp.split(matrix, ends[:-1], axis=1)
+        shaped = [
+            piece.reshape(piece.shape[0], *tail).astype(dtype)
+            for piece, tail, dtype in zip(pieces, tails, dtypes, strict=True)
+        ]
+        return jax.tree.unflatten(structure, shaped)
+
+    blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
+    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1), unflatten
+
+
+def replicate(point: PyTree, num: int) -> PyTree[Float[Array, "M ..."]]:
+    """`num` copies of one point; for chains of a noisy sampler, not for interacting particles.
+
+    >>> replicate(jnp.zeros(3), 5).shape
+    (5, 3)
+    """
+
+    def copies(leaf: Any) -> Array:
+        leaf = jnp.asarray(leaf, dtype=jnp.result_type(leaf, float))
+        return jnp.broadcast_to(leaf, (num, *leaf.shape))
+
+    return jax.tree.map(copies, point)
+
+
+def normal(
+    key: Key[Array, ""], num: int, like: PyTree, scale: float = 1.0
+) -> PyTree[Float[Array, "M ..."]]:
+    """`num` draws of N(like, scale^2 I): a cloud around one point.
+
+    >>> normal(jax.random.key(0), 5, like=jnp.zeros(3)).shape
+    (5, 3)
+    """
+    cloud = replicate(like, num)
+    return jax.tree.map(jnp.add, cloud, random_like(key, cloud, jax.random.normal, scale))
+
+
+def uniform(
+    key: Key[Array, ""], num: int, like: PyTree, scale: float = 1.0
+) -> PyTree[Float[Array, "M ..."]]:
+    """`num` uniform draws from the box of half-width `scale` around one point.
+
+    >>> bool(jnp.abs(uniform(jax.random.key(0), 5, like=jnp.zeros(3), scale=4.0)).max() <= 4.0)
+    True
+    """
+
+    def draw(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return jax.random.uniform(key, shape, dtype, minval=-1.0, maxval=1.0)
+
+    cloud = replicate(like, num)
+    return jax.tree.map(jnp.add, cloud, random_like(key, cloud, draw, scale))
+
+
+def random_like(
+    key: Key[Array, ""], tree: PyTree, draw: Callable[..., Array], scale: Any = 1.0
+) -> PyTree:
+    """Independent `draw(key, shape, dtype) * scale` for every leaf, each from its own key."""
+    leaves, structure = jax.tree.flatten(tree)
+    drawn = [
+        scale * draw(jax.random.fold_in(key, i), leaf.shape, leaf.dtype)
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, drawn)

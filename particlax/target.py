@@ -1,0 +1,140 @@
+"""Targets: unnormalised log densities and their scores, on full data or minibatches."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from particlax.errors import DataError, OptionError, TargetError, known_options
+
+__all__ = ["Target"]
+
+
+class Target(eqx.Module):
+    """The density to sample, as `Target(log_density)` or from a prior and a likelihood.
+
+    `log_density(params)` returns a scalar for one particle. With data, `log_likelihood(params, batch)`
+    returns one value per datum of the batch, shape [n]; the log density is then
+    log_prior(params) + N / n * sum(log_likelihood), unbiased for a uniform minibatch (paper, section
+    2.1). This factor N / n is applied here and nowhere else.
+
+    >>> target = Target(lambda x: -0.5 * jnp.sum(x**2))
+    >>> values, scores = target.score(jnp.ones((4, 2)))
+    >>> values.tolist(), scores[0].tolist()
+    ([-1.0, -1.0, -1.0, -1.0], [-1.0, -1.0])
+    """
+
+    log_density: Callable[..., Any] | None
+    log_prior: Callable[..., Any] | None
+    log_likelihood: Callable[..., Any] | None
+    num_data: int | None
+
+    @known_options
+    def __init__(
+        self,
+        log_density: Callable[..., Any] | None = None,
+        *,
+        log_prior: Callable[..., Any] | None = None,
+        log_likelihood: Callable[..., Any] | None = None,
+        num_data: int | None = None,
+    ):
+        if log_density is not None and (log_prior or log_likelihood or num_data):
+            raise OptionError(
+                "Target got log_density together with log_prior, log_likelihood or num_data; "
+                "expected either log_density alone or all of log_prior, log_likelihood, num_data"
+            )
+        if log_density is None and (log_prior is None or log_likelihood is None):
+            given = [
+                n for n, f in (("log_prior", log_prior), ("log_likelihood", log_likelihood)) if f
+            ]
+            raise OptionError(
+                f"Target got {' and '.join(given) or 'no log density'}; expected either log_density "
+                "or all of log_prior, log_likelihood and num_data"
+            )
+        for name, function in (
+            ("log_density", log_density),
+            ("log_prior", log_prior),
+            ("log_likelihood", log_likelihood),
+        ):
+            if function is not None and not callable(function):
+                raise OptionError(f"{name} is {function!r}; expected a function of the parameters")
+        if log_likelihood is not None and (
+            isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1
+        ):
+            raise OptionError(
+                f"num_data is {num_data!r}; expected the number N of data as a positive int, for the "
+                "factor N / n that scales a minibatch of n"
+            )
+        self.log_density = _opaque(log_density)
+        self.log_prior = _opaque(log_prior)
+        self.log_likelihood = _opaque(log_likelihood)
+        self.num_data = num_data
+
+    def __call__(self, params: PyTree, batch: PyTree = None) -> Float[Array, ""]:
+        """The log density of one particle (an unbiased estimate of it, given a minibatch)."""
+        if self.log_density is not None:
+            return _scalar("log_density", self.log_density(params))
+        assert self.log_prior and self.log_likelihood and self.num_data
+        num = _batch_size(batch)
+        terms = jnp.asarray(self.log_likelihood(params, batch))
+        if terms.shape != (num,):
+            raise TargetError(
+                f"log_likelihood returned shape {terms.shape} for a batch of {num}; expected one value "
+                f"per datum, shape ({num},). Do not sum over the batch and do not scale by N / n: "
+                "Target does both"
+            )
+        prior = _scalar("log_prior", self.log_prior(params))
+        return prior + (self.num_data / num) * jnp.sum(terms)
+
+    def score(
+        self, particles: PyTree, batch: PyTree = None
+    ) -> tuple[Float[Array, " M"], PyTree[Float[Array, "M ..."]]]:
+        """Log densities and their gradients at every particle: one vmapped gradient, M evaluations."""
+        if self.log_density is not None and batch is not None:
+            raise DataError(
+                "a batch came, but the target is a plain log_density(params) that takes no data; leave "
+                "the batch out or build Target(log_prior=..., log_likelihood=..., num_data=...)"
+            )
+        return jax.vmap(jax.value_and_grad(self), in_axes=(0, None))(particles, batch)
+
+
+def _opaque(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Hide arrays inside a callable pytree: flows stay hashable, so `jax.jit(flow.step)` works."""
+    return functools.partial(function) if isinstance(function, eqx.Module) else function  # pyright: ignore
+
+
+def _scalar(name: str, value: Any) -> Array:
+    value = jnp.asarray(value)
+    if value.shape != ():
+        raise TargetError(
+            f"{name} returned shape {value.shape} for one particle; expected a scalar. Sum it over "
+            "coordinates, and write it for one particle: the particle axis is added by vmap"
+        )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TargetError(f"{name} returned dtype {value.dtype}; expected a real floating type")
+    return value
+
+
+def _batch_size(batch: PyTree) -> int:
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise DataError(
+            "the target has a likelihood but no batch came; give flow.step(key, state, batch) a batch, "
+            "or px.run(..., data=...) arrays or px.Minibatches(arrays, n)"
+        )
+    sizes = {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+    if any(not shape for shape in sizes.values()):
+        raise DataError(f"a leaf of the batch is a scalar ({sizes}); expected a leading data axis")
+    if len({shape[0] for shape in sizes.values()}) > 1:
+        raise DataError(
+            f"the leaves of the batch have different leading sizes ({sizes}); expected the same number "
+            "of data on axis 0 of every leaf"
+        )
+    num = next(iter(sizes.values()))[0]
+    if num == 0:
+        raise DataError(f"the batch is empty ({sizes}); expected at least one datum")
+    return num

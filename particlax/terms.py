@@ -1,0 +1,133 @@
+"""Terms: each maps a cloud of particles to a velocity, and velocities add (the recipe, paper eq. 23).
+
+Here are the two terms that use the score, `Drift` and `Stein`; realisations of the diffusion are in
+`diffusions`.
+"""
+
+import abc
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from particlax import pairwise
+from particlax.checks import Scheduled, at, positive
+from particlax.kernels import RBF, Kernel
+from particlax.particles import num_particles, random_like
+
+__all__ = ["Cloud", "Drift", "Frame", "Stein", "Term", "Velocity"]
+
+
+class Frame(eqx.Module):
+    """Coordinates in which terms work: z = L^-1 (x - m) with D = L L^T; here D = I, z = x."""
+
+    def points(self, x: PyTree) -> PyTree:
+        """z of points given as x."""
+        return x
+
+    def scores(self, score: PyTree) -> PyTree:
+        """The score in z: L^T s."""
+        return score
+
+    def back(self, velocity: PyTree) -> PyTree:
+        """A velocity in x: L v."""
+        return velocity
+
+    def normal(self, key: Key[Array, ""], z: PyTree) -> PyTree:
+        """A standard normal for every particle, in z."""
+        return random_like(key, z, jax.random.normal)
+
+    def correction(self, z: PyTree) -> PyTree | None:
+        """The divergence of D at each particle, in z: what noise needs when D moves with the cloud."""
+        return None
+
+
+class Cloud(eqx.Module):
+    """What a term sees: positions and scores in the metric's coordinates, and the step number."""
+
+    x: PyTree[Float[Array, "M ..."]]
+    score: PyTree[Float[Array, "M ..."]]
+    step: Int[Array, ""]
+    frame: Frame
+    raw: PyTree[Float[Array, "M ..."]]
+    """Positions in the user's coordinates."""
+
+
+class Velocity(NamedTuple):
+    """Drift per unit of time and, for noisy terms, noise per square root of it."""
+
+    drift: PyTree
+    noise: PyTree = None
+
+
+def scale(factor: Any, tree: PyTree) -> PyTree:
+    """factor * tree, in the tree's dtype."""
+    return jax.tree.map(lambda leaf: jnp.asarray(factor, leaf.dtype) * leaf, tree)
+
+
+def add(*trees: PyTree) -> PyTree:
+    """The sum of trees; `None` counts as zero, and the sum of nothing is `None`."""
+    present = [tree for tree in trees if tree is not None]
+    return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *present) if present else None
+
+
+class Term(eqx.Module):
+    """One summand of the recipe. `weight` is a number or an optax schedule."""
+
+    weight: eqx.AbstractVar[Scheduled]
+    noisy: ClassVar[bool] = False
+
+    def init(self, particles: PyTree) -> PyTree:
+        """The term's memory between steps; most terms have none."""
+        return ()
+
+    def check(self, particles: PyTree) -> None:
+        """Refuse clouds that the term cannot move."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, cloud: Cloud, key: Key[Array, ""] | None, memory: PyTree
+    ) -> tuple[Velocity, PyTree]:
+        """The velocity in the cloud's coordinates and the new memory. `key` is for noisy terms."""
+
+
+class Drift(Term):
+    """weight * s_i: ascent of the log density. It balances a diffusion of the same weight.
+
+    The paper's F = U / 2 stands for grad U / 2; time is scaled here so that Langevin reads
+    dx = s dt + sqrt(2) dW.
+    """
+
+    weight: Scheduled = 1.0
+
+    def __check_init__(self) -> None:
+        positive("Drift weight", self.weight)
+
+    def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
+        return Velocity(scale(at(self.weight, cloud.step), cloud.score)), memory
+
+
+class Stein(Term):
+    """weight * phi_i, phi_i = 1/M sum_j [K_ij s_j + grad_{x_j} K_ij] (paper eq. 6).
+
+    The paper's Vlasov equation and the lambda1 term of its eq. 23 carry the opposite sign, which would
+    descend the density; the working form is +phi, as in its eq. 6.
+    """
+
+    weight: Scheduled = 1.0
+    kernel: Kernel = RBF()
+
+    def __check_init__(self) -> None:
+        positive("Stein weight", self.weight)
+
+    def check(self, particles: PyTree) -> None:
+        self.kernel.bandwidth.check(particles)
+
+    def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
+        h = self.kernel.bandwidth(cloud.x)
+        phi = pairwise.interact(
+            cloud.x, cloud.x, lambda r2: self.kernel.pair(r2, h), values=cloud.score
+        )
+        return Velocity(scale(at(self.weight, cloud.step) / num_particles(cloud.x), phi)), memory
