@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from particlax import pairwise
 from particlax.errors import ParticleError
 from particlax.kernels import RBF, Kernel
+from particlax.pairwise import matmul
 from particlax.particles import flatten, num_particles
 from particlax.zoo import Density
 
@@ -48,17 +49,13 @@ def ksd(particles: PyTree, score: PyTree) -> Float[Array, ""]:
         xi, si, oi = part
         base = 1 + pairwise.sqdist(xi, x)
         # (s_j - s_i) . (x_i - x_j), from inner products
-        cross = _dot(xi, s) + _dot(si, x) - oi[:, None] - own[None, :]
-        value = _dot(si, s) * base**-0.5 - cross * base**-1.5
+        cross = matmul(xi, s.T) + matmul(si, x.T) - oi[:, None] - own[None, :]
+        value = matmul(si, s.T) * base**-0.5 - cross * base**-1.5
         trace = x.shape[1] * base**-1.5 - 3 * (base - 1) * base**-2.5
         return jnp.sum(value + trace, 1)
 
     total = jnp.sum(pairwise.reduce_rows(strip, (x, s, own), len(x)))
     return jnp.sqrt(jnp.maximum(total, 0)) / len(x)
-
-
-def _dot(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b.T, precision=jax.lax.Precision.HIGHEST)
 
 
 def mmd2(x: PyTree, y: PyTree, kernel: Kernel = RBF()) -> float:
@@ -106,7 +103,7 @@ def sliced_wasserstein2(
     a, b = flatten(x)[0], flatten(y)[0]
     normals = jax.random.normal(jax.random.key(0) if key is None else key, (directions, a.shape[1]))
     units = normals / jnp.linalg.norm(normals, axis=1, keepdims=True)
-    left, right = jnp.sort(_dot(units, a), 1), jnp.sort(_dot(units, b), 1)
+    left, right = (jnp.sort(matmul(units, c.T), 1) for c in (a, b))
     if len(a) != len(b):  # compare quantile functions on a common grid
         levels = (jnp.arange(max(len(a), len(b))) + 0.5) / max(len(a), len(b))
         left, right = (jnp.quantile(side, levels, axis=1).T for side in (left, right))
@@ -142,7 +139,7 @@ def stein_residuals(particles: PyTree, score: PyTree) -> SteinResiduals:
     """
     x, s = flatten(particles)[0], flatten(score)[0]
     centred = x - jnp.mean(x, 0)
-    matrix = _dot(s.T, centred.T) / len(x) + jnp.eye(x.shape[1], dtype=x.dtype)
+    matrix = matmul(s.T, centred) / len(x) + jnp.eye(x.shape[1], dtype=x.dtype)
     return SteinResiduals(jnp.mean(s, 0) * jnp.std(x, 0), matrix)
 
 

@@ -95,7 +95,7 @@ def calibrated(force: PyTree, x: PyTree) -> PyTree:
     matrix, unflatten = flatten(force)
     points = flatten(x)[0]
     matrix, points = matrix - matrix.mean(0), points - points.mean(0)
-    moment = matrix.T @ points / len(points)
+    moment = pairwise.matmul(matrix.T, points) / len(points)
     return unflatten(jnp.linalg.solve(moment, matrix.T).T)
 
 

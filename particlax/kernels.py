@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree
 from particlax import pairwise
 from particlax.checks import positive
 from particlax.errors import OptionError, ParticleError
-from particlax.particles import dimension, num_particles
+from particlax.particles import flatten, num_particles
 
 __all__ = [
     "IMQ",
@@ -61,14 +61,14 @@ class Bandwidth(eqx.Module):
             )
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        """h, floored at machine epsilon times the mean squared norm: below it, rounding rules.
+        """h, floored where distances are mere rounding: at (64 machine epsilons times |x|)^2.
 
         A cloud that collapses during a run therefore keeps a finite force instead of a NaN.
         """
         h = self.choose(x)
         eps, tiny = float(jnp.finfo(h.dtype).eps), 1e-30
         norms = [jnp.sum(jnp.mean(leaf.astype(h.dtype) ** 2, 0)) for leaf in jax.tree.leaves(x)]
-        return jnp.maximum(h, eps * sum(norms) + tiny)
+        return jnp.maximum(h, (64 * eps) ** 2 * sum(norms) + tiny)
 
 
 class Fixed(Bandwidth):
@@ -86,6 +86,9 @@ class Fixed(Bandwidth):
     def choose(self, x: PyTree) -> Float[Array, ""]:
         dtype = jnp.promote_types(jnp.result_type(*jax.tree.leaves(x)), jnp.float32)
         return jnp.asarray(self.h, dtype)
+
+    def __call__(self, x: PyTree) -> Float[Array, ""]:
+        return self.choose(x)
 
     def check(self, x: PyTree) -> None:
         """A fixed bandwidth suits every cloud."""
@@ -147,19 +150,20 @@ class HeatEquation(Bandwidth):
     """The smoothed density should evolve by the heat equation (Liu et al., ICML 2019).
 
     With q(x) = sum_j exp(-|x - x_j|^2 / h), particles that move along -grad log q spread like heat
-    exactly when lambda(x) = Lap q(x) + sum_j grad_{x_j} q(x) . grad log q(x_j) vanishes. h minimises the
-    dimensionless h^2 sum_k (lambda(x_k) / q(x_k))^2 over `candidates` multiples of med^2 / log M, evenly
-    spaced in log between 1 / `spread` and `spread`. Dividing by q (their objective does not) keeps
-    the dense regions from deciding alone. Taken over at most `subsample` particles.
+    exactly when lambda(x) = Lap q(x) + sum_j grad_{x_j} q(x) . grad log q(x_j) vanishes. h minimises the L2
+    norm of this residual, made dimensionless and estimated at the particles: h^2 sum_k lambda(x_k)^2 / q(x_k).
+    (The paper leaves out the division by q; its objective then also falls for h -> 0, where particles no
+    longer see each other.) Tried are `candidates` multiples of med^2 / log M, evenly spaced in log between
+    1 / `spread` and `spread`, on at most `subsample` particles.
 
     >>> x = jax.random.normal(jax.random.key(0), (100, 2))
     >>> bool(0.05 < HeatEquation()(x) < 5.0)
     True
     """
 
-    candidates: int = 25
+    candidates: int = 13
     spread: float = 64.0
-    subsample: int | None = 256
+    subsample: int | None = SUBSAMPLE
 
     def __check_init__(self) -> None:
         positive("spread", self.spread, zero=False)
@@ -174,23 +178,25 @@ class HeatEquation(Bandwidth):
         middle = Median(subsample=None)(sample)
         factors = np.geomspace(1 / self.spread, self.spread, self.candidates)
         widths = middle * jnp.asarray(factors, middle.dtype)
-        costs = jax.lax.map(lambda h: self.cost(sample, h), widths)
+        points = flatten(sample)[0].astype(middle.dtype)
+        points, r2 = points - jnp.mean(points, 0), pairwise.sqdist(sample, sample)
+        costs = jax.lax.map(lambda h: self.cost(points, r2, h), widths)
         return widths[jnp.argmin(costs)]
 
-    def cost(self, x: PyTree, h: Float[Array, ""]) -> Float[Array, ""]:
-        """h^2 sum_k (lambda(x_k) / q(x_k))^2."""
-        r2, d = pairwise.sqdist(x, x), dimension(x)
+    def cost(
+        self, x: Float[Array, "M D"], r2: Float[Array, "M M"], h: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        """h^2 sum_k lambda(x_k)^2 / q(x_k), for a cloud and its squared distances."""
         kernel = jnp.exp(-r2 / h)
         q = jnp.sum(kernel, 1)
-        # With X = the cloud, K = kernel and c = 2 / h: grad log q(x_j) = c (sum_k K_jk x_k / q_j - x_j)
-        # and grad_{x_j} K(x_i, x_j) = c K_ij (x_i - x_j); the inner products come from the Gram matrix.
-        mean = kernel / q[:, None]
-        gram = -r2 / 2  # of the differences: terms that depend on one index alone cancel below
-        moved = gram @ mean.T  # [i, j]: x_i . (sum_k mean_jk x_k), up to such terms
-        inner = (moved - gram) - (jnp.diag(moved) - jnp.diag(gram))[None, :]
-        transport = (2 / h) ** 2 * jnp.sum(kernel * inner, 1)
-        laplacian = jnp.sum(kernel * ((2 / h) ** 2 * r2 - 2 * d / h), 1)
-        return h**2 * jnp.sum(((laplacian + transport) / q) ** 2)
+        # With K = kernel and c = 2 / h: grad log q(x_j) = g_j = c (sum_k K_jk x_k / q_j - x_j),
+        # grad_{x_j} q(x_i) = c K_ij (x_i - x_j), Lap q(x_i) = sum_j (c^2 r2_ij - c D) K_ij.
+        g = (2 / h) * (pairwise.matmul(kernel, x) / q[:, None] - x)
+        moved = jnp.sum(x * pairwise.matmul(kernel, g), 1) - pairwise.matmul(
+            kernel, jnp.sum(x * g, 1)
+        )
+        laplacian = (2 / h) ** 2 * jnp.sum(kernel * r2, 1) - (2 / h) * x.shape[1] * q
+        return h**2 * jnp.sum((laplacian + (2 / h) * moved) ** 2 / q)
 
 
 class Kernel(eqx.Module):
@@ -247,7 +253,7 @@ class IMQ(Kernel):
         positive("power", self.power, zero=False)
 
     def profile(self, a: Float[Array, "..."]) -> Float[Array, "..."]:
-        return (1 + a) ** (-self.power)
+        return jnp.exp(-self.power * jnp.log1p(a))
 
 
 class Laplace(Kernel):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax.errors import ParticleError
+from particlax.pairwise import matmul
 from particlax.particles import dimension, flatten, num_particles
 from particlax.terms import Frame, scale
 
@@ -91,15 +92,15 @@ class _Whitened(Frame):
         return jax.scipy.linalg.solve_triangular(self.factor, centred.T, lower=True).T
 
     def scores(self, score: PyTree) -> Float[Array, "M D"]:
-        return flatten(score)[0] @ self.factor
+        return matmul(flatten(score)[0], self.factor)
 
     def back(self, velocity: Float[Array, "M D"]) -> PyTree:
-        return flatten(self.like)[1](velocity @ self.factor.T)
+        return flatten(self.like)[1](matmul(velocity, self.factor.T))
 
     def normal(self, key: Key[Array, ""], z: Float[Array, "M D"]) -> Float[Array, "M D"]:
         """(1/sqrt M) sum_j z_j W_ij: standard normal in law and, unlike L W, moving with the cloud."""
         num = len(z)
-        return jax.random.normal(key, (num, num), z.dtype) @ z / math.sqrt(num)
+        return matmul(jax.random.normal(key, (num, num), z.dtype), z) / math.sqrt(num)
 
     def correction(self, z: Float[Array, "M D"]) -> Float[Array, "M D"]:
         return (z.shape[1] + 1) / len(z) * z

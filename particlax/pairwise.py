@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, PyTree
 from particlax.errors import OptionError
 from particlax.particles import dimension, flatten
 
-__all__ = ["interact", "logsumexp", "median_sqdist", "reduce_rows", "sqdist", "total"]
+__all__ = ["interact", "logsumexp", "matmul", "median_sqdist", "reduce_rows", "sqdist", "total"]
 
 DIRECT_DIM = 8
 """Largest D for which distances are summed from differences (exact) and not from a Gram matrix."""
@@ -35,7 +35,8 @@ Weights = Callable[..., Any]
 Blocks = list[Array]
 
 
-def _matmul(a: Array, b: Array) -> Array:
+def matmul(a: Array, b: Array) -> Array:
+    """a @ b in full precision on every backend (a GPU would round the factors to 10 bits)."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
@@ -65,7 +66,7 @@ def _sqdist(xs: Blocks, ys: Blocks) -> Array:
         x, y = xs[0], ys[0]
         terms = [(x[:, None, d] - y[None, :, d]) ** 2 for d in range(x.shape[1])]
         return sum(terms[1:], terms[0])
-    gram = sum(_matmul(x, y.T) for x, y in zip(xs, ys, strict=True))
+    gram = sum(matmul(x, y.T) for x, y in zip(xs, ys, strict=True))
     xx = sum(jnp.sum(x * x, 1) for x in xs)
     yy = sum(jnp.sum(y * y, 1) for y in ys)
     return jnp.maximum(xx[:, None] + yy[None, :] - 2 * gram, 0)  # pyright: ignore
@@ -81,6 +82,10 @@ def _centred(x: PyTree, y: PyTree) -> tuple[Blocks, Blocks, Callable[[Blocks], P
     return xs, ys, back
 
 
+def _strip_elements() -> int:
+    return STRIP_ELEMENTS.get(jax.default_backend(), STRIP_ELEMENTS_ELSEWHERE)
+
+
 def reduce_rows(strip: Callable[..., PyTree], rows: PyTree, columns: int) -> PyTree:
     """`strip(rows)` for arrays with leading axis M, some rows at a time.
 
@@ -88,8 +93,7 @@ def reduce_rows(strip: Callable[..., PyTree], rows: PyTree, columns: int) -> PyT
     stay in cache. Its result has the rows as leading axis.
     """
     num = jax.tree.leaves(rows)[0].shape[0]
-    elements = STRIP_ELEMENTS.get(jax.default_backend(), STRIP_ELEMENTS_ELSEWHERE)
-    height = min(num, max(1, elements // columns))
+    height = min(num, max(1, _strip_elements() // columns))
     if height == num:
         return strip(rows)
     strips = -(-num // height)
@@ -127,8 +131,8 @@ def interact(
     `values` holds v; without it `weights` returns B alone.
 
     >>> x = jnp.array([[0.0], [1.0]])
-    >>> interact(x, x, lambda r2: jnp.exp(-r2)).round(3).tolist()
-    [[-0.36800000071525574], [0.36800000071525574]]
+    >>> [[round(v, 3) for v in row] for row in interact(x, x, lambda r2: jnp.exp(-r2)).tolist()]
+    [[-0.368], [0.368]]
     """
     xs, ys, back = _centred(x, y)
     vs = None if values is None else _blocks(values)[0]
@@ -139,9 +143,9 @@ def interact(
         pair = _weigh(weights, _sqdist(xb, ys), rb, cols)
         b = pair if vs is None else pair[1]
         mass = jnp.sum(b, 1, keepdims=True)
-        out = [mass * x - _matmul(b, y) for x, y in zip(xb, ys, strict=True)]
+        out = [mass * x - matmul(b, y) for x, y in zip(xb, ys, strict=True)]
         if vs is not None:
-            out = [o + _matmul(pair[0], v) for o, v in zip(out, vs, strict=True)]
+            out = [o + matmul(pair[0], v) for o, v in zip(out, vs, strict=True)]
         return out
 
     return back(reduce_rows(strip, (xs, list(rows)), columns))
@@ -184,8 +188,7 @@ def logsumexp(
 def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) -> Float[Array, ""]:
     """Exact squared median distance over distinct pairs, by bisection on the floats' bits.
 
-    No sort: 31 counting passes (63 in float64), whose matrix is recomputed strip by strip when it
-    would not fit. `itself` counts all M^2 entries with the zero diagonal, as the reference SVGD
+    No sort: 31 counting passes (63 in float64; twice that when the matrix is too large to keep). `itself` counts all M^2 entries with the zero diagonal, as the reference SVGD
     code does; `of_squares` averages the two middle squares of an even number, and not the distances.
     """
     xs, _, _ = _centred(x, x)
@@ -199,38 +202,55 @@ def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) 
     integer = jnp.int64 if xs[0].dtype == jnp.float64 else jnp.int32
     top = jnp.iinfo(integer).max
 
-    def count(bits: Array) -> tuple[Array, Array]:
-        """How many entries are <= bits, and the smallest that is not."""
+    def entries(part: Any) -> Array:
+        """Squared distances as ordered integers, the diagonal at zero or out of the way."""
+        rows, own = part
+        diagonal = own[:, None] == index[None, :]
+        bits = lax.bitcast_convert_type(_sqdist(rows, xs), integer)
+        return jnp.where(diagonal, 0 if itself else top, bits)
 
-        def strip(part: Any) -> tuple[Array, Array]:
-            rows, own = part
-            entries = lax.bitcast_convert_type(_sqdist(rows, xs), integer)
-            diagonal = own[:, None] == index[None, :]
-            entries = jnp.where(diagonal, 0 if itself else top, entries)
-            below = entries <= bits
-            return (
-                jnp.sum(below, 1, dtype=jnp.int32),
-                jnp.min(jnp.where(below, top, entries), 1),
-            )
+    # A matrix that is one strip is kept; a larger one is made again, strip by strip, on each pass.
+    small = num * num <= _strip_elements()
+    whole = lax.optimization_barrier(entries((xs, index))) if small else None
 
-        counts, above = reduce_rows(strip, (xs, index), num)
-        return jnp.sum(counts, dtype=jnp.int32), jnp.min(above)
+    def count(bits: Array) -> Array:
+        ones = jnp.ones(num, jnp.float32)  # counting by matvec is over twice as fast as by a sum
 
-    entries = num * num if itself else num * (num - 1)
-    lower_rank, even = (entries + 1) // 2, entries % 2 == 0
+        def strip(part: Any) -> Array:
+            return (entries(part) <= bits).astype(jnp.float32) @ ones
 
-    def halve(_: Any, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bracket
-        middle = low + (high - low) // 2
-        enough = count(middle)[0] >= lower_rank
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+        if whole is not None:
+            rows = (whole <= bits).astype(jnp.float32) @ ones
+        else:
+            rows = reduce_rows(strip, (xs, index), num)
+        return jnp.sum(rows.astype(jnp.int32))
 
+    pairs = num * num if itself else num * (num - 1)
+    middle_rank, even = (pairs + 1) // 2, pairs % 2 == 0
     passes = jnp.iinfo(integer).bits - 1
-    start = (jnp.zeros((), integer), jnp.array(top - 1, integer))
-    bits, _ = lax.fori_loop(0, passes, halve, start)
-    counted, above = count(bits)
-    upper_bits = jnp.where(counted > lower_rank, bits, above) if even else bits
-    lower, upper = (lax.bitcast_convert_type(b, xs[0].dtype) for b in (bits, upper_bits))
+
+    def halve(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Bisect for the middle entry and then, in an even number, for the one after it.
+
+        Both by this one loop body, so that recomputed distances round in the same way.
+        """
+        low, high, found = carry
+        again = i == passes
+        found = jnp.where(again, low, found)
+        high = jnp.where(again, top - 1, high)
+        middle = low + (high - low) // 2
+        enough = count(middle) >= middle_rank + (i >= passes)
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high), found
+
+    start = (jnp.zeros((), integer), jnp.array(top - 1, integer), jnp.zeros((), integer))
+    turns = 2 * passes if even and whole is None else passes
+    last, _, found = lax.fori_loop(0, turns, halve, start)
+    lower_bits = found if turns > passes else last
+    upper_bits = last
+    if even and whole is not None:
+        above = jnp.min(jnp.where(whole <= last, top, whole))
+        upper_bits = jnp.where(count(last) > middle_rank, last, above)
+    lower, upper = (lax.bitcast_convert_type(b, xs[0].dtype) for b in (lower_bits, upper_bits))
     if of_squares:
         return (lower + upper) / 2
     return ((jnp.sqrt(lower) + jnp.sqrt(upper)) / 2) ** 2

@@ -253,7 +253,7 @@ class _Plane(Density):
         """Cell centres, first coordinate slowest, and their probabilities."""
         side = (np.arange(CELLS) + 0.5) / CELLS * 2 * EXTENT - EXTENT
         cells = np.stack(np.meshgrid(side, side, indexing="ij"), -1).reshape(-1, 2)
-        log_p = np.asarray(self.log_density(jnp.asarray(cells)), np.float64)
+        log_p = np.asarray(jax.vmap(self.log_density)(jnp.asarray(cells)), np.float64)
         p = np.exp(log_p - log_p.max())
         return cells, p / p.sum()
 

@@ -1,0 +1,64 @@
+"""Tables for the terminal, Markdown and self-contained HTML pages with figures inside."""
+
+import base64
+import html
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1000px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.5rem }
+img { max-width: 100%; height: auto } p { color: #444c56 }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
+th, td { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid #e3e6ea; white-space: nowrap }
+"""
+
+Rows = list[list[str]]
+
+
+def show(console: Console, title: str, rows: Rows) -> None:
+    """Print a table, header first; a repeated first cell is left blank."""
+    printed = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        printed.add_column(name, no_wrap=True)
+    for previous, row in zip(rows, rows[1:], strict=False):
+        first = "" if previous[0] == row[0] else row[0]
+        printed.add_row(first, *row[1:])
+    console.print(printed)
+
+
+def markdown(rows: Rows) -> str:
+    """A table as Markdown, header first."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
+
+
+def table(title: str, rows: Rows) -> str:
+    """A table as HTML, header first."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows[1:]
+    )
+    return f"<h2>{html.escape(title)}</h2><table><tr>{head}</tr>{body}</table>"
+
+
+def figure(title: str, path: Path, caption: str) -> str:
+    """A PNG as HTML, with its bytes inside the page."""
+    data = base64.b64encode(path.read_bytes()).decode()
+    return (
+        f"<h2>{html.escape(title)}</h2><img alt='{html.escape(title)}' "
+        f"src='data:image/png;base64,{data}'><p>{html.escape(caption)}</p>"
+    )
+
+
+def page(path: Path, title: str, parts: list[str]) -> Path:
+    """Write one self-contained HTML page."""
+    path.write_text(
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
+        f"<meta name='viewport' content='width=device-width'><style>{STYLE}</style>"
+        f"<h1>{html.escape(title)}</h1>{''.join(parts)}</html>"
+    )
+    return path

@@ -1,0 +1,120 @@
+"""Minibatches: permutations evaluated where needed, a pure function of key and step."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import particlax as px
+from particlax.data import permuted
+
+SIZES = [1, 2, 3, 5, 7, 10, 64, 65, 1000]
+
+
+@pytest.mark.parametrize("num", SIZES)
+def test_permuted_is_a_bijection(num):
+    keys = jax.random.split(jax.random.key(num), 20)
+    images = jax.jit(jax.vmap(lambda k: permuted(k, jnp.arange(num), num)))(keys)
+    for image in np.asarray(images):
+        assert sorted(image) == list(range(num))
+    if num >= 64:
+        assert len({tuple(image) for image in np.asarray(images).tolist()}) == 20
+        assert not any((image == np.arange(num)).all() for image in np.asarray(images))
+
+
+def test_permuted_pointwise_equals_whole(key):
+    """Each position alone gives what it gives among the others."""
+    whole = permuted(key, jnp.arange(37), 37)
+    alone = [int(permuted(key, jnp.array([i]), 37)[0]) for i in range(37)]
+    assert whole.tolist() == alone
+
+
+def chi_square(counts):
+    """The p-value of equal probabilities."""
+    return stats.chisquare(np.asarray(counts).ravel()).pvalue
+
+
+@pytest.mark.parametrize("num", [2, 3, 5, 7, 10, 16, 33, 64])
+def test_each_position_is_uniform_over_keys(num):
+    keys = jax.random.split(jax.random.key(1), 300 * num)
+    images = np.asarray(jax.jit(jax.vmap(lambda k: permuted(k, jnp.arange(num), num)))(keys))
+    for position in {0, 1, num // 2, num - 1}:
+        assert chi_square(np.bincount(images[:, position], minlength=num)) > 1e-4
+
+
+@pytest.mark.parametrize("num", [5, 7, 10, 16, 20])
+def test_consecutive_positions_are_uniform_over_pairs(num):
+    keys = jax.random.split(jax.random.key(2), 50 * num * (num - 1))
+    images = np.asarray(jax.jit(jax.vmap(lambda k: permuted(k, jnp.arange(num), num)))(keys))
+    for position in (0, num // 2 - 1, num - 2):
+        counts = np.zeros((num, num))
+        np.add.at(counts, (images[:, position], images[:, position + 1]), 1)
+        assert np.all(np.diag(counts) == 0)
+        assert chi_square(counts[~np.eye(num, dtype=bool)]) > 1e-4
+
+
+def epoch(data, key, number):
+    count = data.batches_per_epoch
+    steps = range(number * count, (number + 1) * count)
+    return np.concatenate([np.asarray(data.indices(key, jnp.array(step))) for step in steps])
+
+
+@pytest.mark.parametrize(("num", "size"), [(12, 4), (12, 5), (10, 10), (7, 1), (100, 33), (1, 1)])
+def test_epochs_visit_rows_once(num, size, key):
+    data = px.Minibatches(jnp.arange(float(num)), size)
+    assert data.batches_per_epoch == num // size
+    for number in range(3):
+        rows = epoch(data, key, number)
+        assert len(set(rows)) == len(rows) == num // size * size
+        assert rows.min() >= 0
+        assert rows.max() < num
+
+
+def test_rows_left_out_change_with_the_epoch(key):
+    data = px.Minibatches(jnp.arange(12.0), 5)
+    left = {frozenset(set(range(12)) - set(epoch(data, key, number))) for number in range(10)}
+    assert len(left) > 3
+
+
+def test_epochs_and_keys_differ(key):
+    data = px.Minibatches(jnp.arange(50.0), 10)
+    orders = [tuple(epoch(data, key, number)) for number in range(4)]
+    orders += [tuple(epoch(data, jax.random.key(seed), 0)) for seed in range(1, 4)]
+    assert len(set(orders)) == 7
+
+
+def test_batch_depends_on_key_and_step_alone(key):
+    data = px.Minibatches(jnp.arange(50.0), 10)
+    forward = [np.asarray(data.batch(key, jnp.array(step))) for step in range(12)]
+    again = px.Minibatches(jnp.arange(50.0), 10)
+    jitted = eqx.filter_jit(again.batch)
+    for step in reversed(range(12)):
+        assert np.array_equal(again.batch(key, jnp.array(step)), forward[step])
+        assert np.array_equal(jitted(key, jnp.array(step)), forward[step])
+
+
+def test_rows_stay_together_in_pytrees(key):
+    data = px.Minibatches({"x": np.arange(20.0).reshape(10, 2), "deep": (np.arange(10),)}, 4)
+    assert data.num_data == 10
+    for step in range(5):
+        batch, rows = data.batch(key, jnp.array(step)), data.indices(key, jnp.array(step))
+        assert np.array_equal(batch["deep"][0], rows)
+        assert np.array_equal(batch["x"], np.arange(20.0).reshape(10, 2)[np.asarray(rows)])
+        assert batch["deep"][0].dtype == jnp.int32
+
+
+def test_works_inside_scan_and_vmap(key):
+    data = px.Minibatches(jnp.arange(20.0), 5)
+    _, scanned = jax.lax.scan(lambda c, t: (c, data.batch(key, t)), None, jnp.arange(8))
+    mapped = jax.vmap(lambda t: data.batch(key, t))(jnp.arange(8))
+    assert np.array_equal(scanned, mapped)
+
+
+def test_late_steps_do_not_overflow(key):
+    data = px.Minibatches(jnp.arange(60_000), 128)
+    rows = np.asarray(data.indices(key, jnp.array(2**31 - 1, jnp.int32)))
+    assert len(set(rows)) == 128
+    assert rows.min() >= 0
+    assert rows.max() < 60_000

@@ -1,0 +1,213 @@
+"""Diagnostics against NumPy references, and what they are for: alarms that fire when they must."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import particlax as px
+from particlax import diagnostics, pairwise, zoo
+from particlax.errors import ParticleError
+
+from . import references as ref
+
+LAYOUTS = [(3, "array"), (3, "tree"), (12, "array"), (12, "tree")]
+
+
+def as_jax(matrix, kind="array"):
+    return jax.tree.map(jnp.asarray, ref.layout(matrix, kind))
+
+
+@pytest.fixture
+def fresh_ksd():
+    """`ksd` is compiled once per shape: forget it where the strips' size is changed."""
+    diagnostics.ksd.clear_cache()
+    yield diagnostics.ksd
+    diagnostics.ksd.clear_cache()
+
+
+# ----------------------------------------------------------------------------------------------------- KSD
+
+
+@pytest.mark.parametrize(("dim", "kind"), LAYOUTS)
+def test_ksd_equals_the_double_loop(x64, dim, kind):
+    x, score = ref.cloud(11, dim, centre=3.0), ref.cloud(11, dim, seed=1)
+    value = diagnostics.ksd(as_jax(x, kind), as_jax(score, kind))
+    np.testing.assert_allclose(value, ref.ksd(x, score), rtol=1e-10)
+
+
+@pytest.mark.parametrize("elements", [1, 100])
+@pytest.mark.parametrize("dim", [3, 12])
+def test_ksd_in_strips_equals_the_double_loop(x64, monkeypatch, fresh_ksd, dim, elements):
+    x, score = ref.cloud(13, dim), ref.cloud(13, dim, seed=1)
+    monkeypatch.setitem(pairwise.STRIP_ELEMENTS, "cpu", elements)
+    value = fresh_ksd(jnp.asarray(x), jnp.asarray(score))
+    np.testing.assert_allclose(value, ref.ksd(x, score), rtol=1e-10)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1000.0])
+def test_ksd_in_float32(shift):
+    """The sum of the Stein kernel cancels; far from the origin the answer may not change much."""
+    x = ref.cloud(30, 3).astype(np.float32) + np.float32(shift)
+    score = -(x.astype(np.float64) - shift)
+    value = diagnostics.ksd(jnp.asarray(x), jnp.asarray(score, jnp.float32))
+    np.testing.assert_allclose(value, ref.ksd(x.astype(np.float64), score), rtol=1e-4)
+
+
+def test_ksd_prefers_the_right_target(key):
+    x = jax.random.normal(key, (400, 2))
+    right, narrow, shifted = (diagnostics.ksd(x, s) for s in (-x, -2 * x, 1 - x))
+    assert right < 0.5 * narrow
+    assert right < 0.5 * shifted
+
+
+# ------------------------------------------------------------------------------------------ MMD, Wasserstein
+
+
+@pytest.mark.parametrize(("dim", "kind"), LAYOUTS)
+def test_mmd2_equals_the_double_loop(x64, dim, kind):
+    x, y = ref.cloud(7, dim), ref.cloud(10, dim, seed=1)
+    kernel = px.kernels.IMQ(bandwidth=1.3)
+    value = diagnostics.mmd2(as_jax(x, kind), as_jax(y, kind), kernel)
+    np.testing.assert_allclose(value, ref.mmd2(x, y, 1.3, ref.imq), rtol=1e-10)
+
+
+def test_mmd2_takes_its_bandwidth_from_the_second_set(x64):
+    x, y = 5 * ref.cloud(7, 3), ref.cloud(11, 3, seed=1)  # 55 pairs
+    value = diagnostics.mmd2(jnp.asarray(x), jnp.asarray(y))
+    np.testing.assert_allclose(value, ref.mmd2(x, y, ref.median_bandwidth(y)), rtol=1e-10)
+
+
+@pytest.mark.parametrize(("dim", "kind"), LAYOUTS)
+@pytest.mark.parametrize("num", [1, 2, 6])
+def test_wasserstein2_equals_the_best_permutation(x64, num, dim, kind):
+    x, y = ref.cloud(num, dim), ref.cloud(num, dim, seed=1)
+    value = diagnostics.wasserstein2(as_jax(x, kind), as_jax(y, kind))
+    np.testing.assert_allclose(value, ref.wasserstein2(x, y), rtol=1e-10)
+
+
+def test_wasserstein2_does_not_depend_on_the_order(x64):
+    x = ref.cloud(7, 3)
+    value = diagnostics.wasserstein2(jnp.asarray(x), jnp.asarray(x[::-1]))
+    assert value < 1e-7
+
+
+def test_wasserstein2_of_unequal_sizes_is_sliced():
+    x, y = (jnp.asarray(ref.cloud(n, 3, seed=n)) for n in (20, 33))
+    assert diagnostics.wasserstein2(x, y) == float(diagnostics.sliced_wasserstein2(x, y))
+
+
+def test_wasserstein2_of_large_sets_is_sliced(monkeypatch):
+    monkeypatch.setattr(diagnostics, "EXACT_SIZE", 10)
+    x, y = (jnp.asarray(ref.cloud(11, 3, seed=s)) for s in (0, 1))
+    assert diagnostics.wasserstein2(x, y) == float(diagnostics.sliced_wasserstein2(x, y))
+
+
+def units(key, directions, dim):
+    normals = np.asarray(jax.random.normal(key, (directions, dim)))
+    return normals / np.linalg.norm(normals, axis=1, keepdims=True)
+
+
+def test_sliced_wasserstein2_by_hand(x64, key):
+    x, y = ref.cloud(9, 3), ref.cloud(9, 3, seed=1)
+    value = diagnostics.sliced_wasserstein2(jnp.asarray(x), jnp.asarray(y), key, directions=30)
+    np.testing.assert_allclose(value, ref.sliced_wasserstein2(x, y, units(key, 30, 3)), rtol=1e-10)
+
+
+def test_sliced_wasserstein2_is_below_the_exact_distance(x64):
+    x, y = (jnp.asarray(ref.cloud(30, 3, seed=s)) for s in (0, 1))
+    exact = diagnostics.wasserstein2(x, y)
+    assert 0 < diagnostics.sliced_wasserstein2(x, y) < exact
+
+
+def test_sliced_wasserstein2_of_a_shift(x64, key):
+    """Unequal sizes of the same law, shifted by 3 in D = 2: close to 3 / sqrt(2)."""
+    x = jax.random.normal(key, (3000, 2))
+    y = jax.random.normal(jax.random.key(7), (2000, 2)) + jnp.array([3.0, 0.0])
+    value = diagnostics.sliced_wasserstein2(x, y, directions=2000)
+    np.testing.assert_allclose(value, 3 / np.sqrt(2), rtol=0.06)
+
+
+# ------------------------------------------------------------------------------- Stein residuals and alarms
+
+
+@pytest.mark.parametrize(("dim", "kind"), LAYOUTS)
+def test_stein_residuals_equal_the_loop(x64, dim, kind):
+    x, score = ref.cloud(11, dim), ref.cloud(11, dim, seed=1)
+    residuals = diagnostics.stein_residuals(as_jax(x, kind), as_jax(score, kind))
+    mean, matrix = ref.stein_residuals(x, score)
+    np.testing.assert_allclose(residuals.mean, mean, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(residuals.matrix, matrix, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["array", "tree"])
+def test_variance_ratio_is_the_diagonal_of_the_identity(x64, kind):
+    x, score = ref.cloud(11, 3), ref.cloud(11, 3, seed=1)
+    ratio = diagnostics.variance_ratio(as_jax(x, kind), as_jax(score, kind))
+    leaves = jax.tree.leaves(ratio)
+    flat = np.concatenate([np.asarray(leaf).ravel() for leaf in leaves])
+    np.testing.assert_allclose(1 - flat, np.diag(ref.stein_residuals(x, score)[1]), rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["array", "tree"])
+def test_variance_ratio_of_a_gaussian_is_exact(x64, kind):
+    x, sd = ref.cloud(11, 3), np.array([1.0, 3.0, 0.2])
+    ratio = diagnostics.variance_ratio(as_jax(x, kind), as_jax(-x / sd**2, kind))
+    flat = np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(ratio)])
+    np.testing.assert_allclose(flat, x.var(0) / sd**2, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["array", "tree"])
+@pytest.mark.parametrize(
+    ("shrink", "fires"), [(1.0, False), (0.8, False), (0.6, True), (0.1, True)]
+)
+def test_collapse_alarm_on_a_gaussian(shrink, fires, kind):
+    x = shrink * np.random.default_rng(0).normal(size=(400, 12)).astype(np.float32)
+    verdict = diagnostics.collapse(as_jax(x, kind), as_jax(-x, kind))
+    assert verdict.collapsed is fires
+    np.testing.assert_allclose(verdict.ratio, shrink**2, rtol=0.1)
+    assert verdict.message.startswith("collapsed" if fires else "fine")
+
+
+def test_collapse_alarm_on_svgd_in_high_dimension_and_not_on_calibrated_blob():
+    """The case it was made for: D = 20, M = 40."""
+    target, x = px.Target(lambda x: -0.5 * x @ x), jnp.asarray(ref.cloud(40, 20), jnp.float32)
+
+    def verdict(flow):
+        move = lambda state, _: (flow.step(jax.random.key(0), state)[0], None)
+        state, _ = jax.jit(lambda s: jax.lax.scan(move, s, None, length=1000))(flow.init(x))
+        return diagnostics.collapse(state.particles, -state.particles)
+
+    assert verdict(px.svgd(target, step_size=0.5)).collapsed
+    good = verdict(px.w_sgld_b(target, step_size=0.05, calibrate=True))
+    assert not good.collapsed
+    np.testing.assert_allclose(good.ratio, 1, rtol=0.01)
+
+
+def test_collapse_threshold():
+    x = jnp.asarray(ref.cloud(50, 3))
+    ratio = diagnostics.collapse(x, -x).ratio
+    assert diagnostics.collapse(x, -x, threshold=1.01 * ratio).collapsed
+    assert not diagnostics.collapse(x, -x, threshold=0.99 * ratio).collapsed
+
+
+def test_collapse_needs_two_particles():
+    with pytest.raises(ParticleError, match="2 particles"):
+        diagnostics.collapse(jnp.ones((1, 2)), jnp.ones((1, 2)))
+
+
+def test_mode_shares_count_particles():
+    density = zoo.GaussianMixture([[-5.0, 0.0], [5.0, 0.0], [0.0, 5.0]])
+    points = np.array([[-5.0, 0.1], [-4.9, 0.0], [5.0, 0.2], [-5.2, 0.3]])
+    np.testing.assert_array_equal(
+        diagnostics.mode_shares(jnp.asarray(points), density), [0.75, 0.25, 0.0]
+    )
+
+
+@pytest.mark.parametrize("name", ["U1", "U2", "U3", "U4"])
+def test_mode_shares_of_a_sample_are_the_true_ones(name, key):
+    density, num = getattr(zoo, name)(), 5000
+    shares = diagnostics.mode_shares(density.sample(key, num), density)
+    assert abs(shares.sum() - 1) < 1e-12
+    error = 5 * np.sqrt(density.shares * (1 - density.shares) / num)
+    assert np.all(np.abs(shares - density.shares) < error)
