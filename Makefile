@@ -12,7 +12,7 @@ study: $(VENV)/.demo
 	$(BIN)/python -m experiments.toy --seeds=5 --record
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ import base64
 import html
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -19,13 +20,12 @@ Rows = list[list[str]]
 
 
 def show(console: Console, title: str, rows: Rows) -> None:
-    """Print a table, header first; a repeated first cell is left blank."""
-    printed = Table(title=title, title_justify="left")
+    """Print a table, header first."""
+    printed = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in rows[0]:
-        printed.add_column(name, no_wrap=True)
-    for previous, row in zip(rows, rows[1:], strict=False):
-        first = "" if previous[0] == row[0] else row[0]
-        printed.add_row(first, *row[1:])
+        printed.add_column(name)
+    for row in rows[1:]:
+        printed.add_row(*row)
     console.print(printed)
 
 

@@ -20,7 +20,7 @@ import optax
 
 from particlax.checks import Scheduled
 from particlax.diffusions import Blob, Coupling, FixedScale, Langevin, Transport
-from particlax.errors import OptionError, known_options
+from particlax.errors import OptionError, expect, known_options
 from particlax.flow import Flow
 from particlax.integrators import Euler, Integrator, Momentum, Optax
 from particlax.kernels import RBF, Kernel
@@ -150,6 +150,7 @@ def pi_sgld(
     >>> import particlax as px
     >>> flow = px.pi_sgld(px.Target(lambda x: -0.5 * x @ x), diffusion=px.diffusions.Langevin(), step_size=0.01)
     """
+    expect("diffusion", diffusion, Term, "px.diffusions.Blob()")
     off = not callable(stein) and isinstance(stein, (int, float)) and stein == 0
     interaction = () if off else (Stein(stein, kernel),)
     terms = (Drift(diffusion.weight), *interaction, diffusion)

@@ -1,18 +1,41 @@
-"""Numbers that may be schedules: their checks and their value at a step."""
+"""Base of all parts, and numbers that may be schedules: their checks and their value at a step."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from particlax.errors import OptionError
+from particlax.errors import OptionError, check_options
 
-Scheduled: TypeAlias = float | Array | Callable[[Any], Any]
+Scheduled: TypeAlias = float | int | Array | Callable[[Any], Any]
 """A number, or an optax schedule: a function from the step number to a number."""
+
+
+class Part(eqx.Module):
+    """A frozen dataclass and pytree whose constructor says which options it has."""
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        """Refuse unknown options before the fields are set."""
+        parameters = [p for p in inspect.signature(cls.__init__).parameters.values()][1:]
+        if all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
+            places = len([p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
+            check_options(cls.__name__, [p.name for p in parameters], places, len(args), kwargs)
+        return super().__new__(cls)
+
+
+def number(value: Any) -> Any:
+    """A concrete scalar array as a float, so that flows stay hashable; anything else as it is."""
+    array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    if array and not isinstance(value, Tracer) and np.ndim(value) == 0:
+        return float(value)
+    return value
 
 
 def positive(name: str, value: Any, *, zero: bool = True) -> None:
@@ -21,13 +44,15 @@ def positive(name: str, value: Any, *, zero: bool = True) -> None:
     if isinstance(first, Tracer):
         return
     try:
-        number = float(np.asarray(first))
+        if isinstance(first, (str, bytes, bool)):
+            raise TypeError
+        size = float(np.asarray(first))
     except (TypeError, ValueError):
         raise OptionError(
             f"{name} is {value!r}; expected a number or an optax schedule (step -> number)"
         ) from None
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        source = f"{number} at step 0 of its schedule" if callable(value) else f"{number}"
+    if not math.isfinite(size) or size < 0 or (size == 0 and not zero):
+        source = f"{size} at step 0 of its schedule" if callable(value) else f"{size}"
         wanted = "a finite number >= 0" if zero else "a finite number > 0"
         raise OptionError(f"{name} is {source}; expected {wanted}")
 

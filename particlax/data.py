@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
+from particlax.checks import Part
 from particlax.errors import DataError
 
 __all__ = ["Minibatches"]
@@ -15,7 +15,7 @@ __all__ = ["Minibatches"]
 ROUNDS = 6
 
 
-class Minibatches(eqx.Module):
+class Minibatches(Part):
     """Batches of `batch_size` rows of `arrays`, without replacement within an epoch.
 
     Epoch e goes once through a fresh pseudo-random permutation of the N rows; the N mod n rows that do not
@@ -40,7 +40,8 @@ class Minibatches(eqx.Module):
         heads = {shape[0] if shape else None for shape in sizes.values()}
         if len(heads) > 1 or None in heads:
             raise DataError(
-                f"the data have shapes {sizes}; expected the same number of rows on axis 0 of every array"
+                f"the data have shapes {sizes}; expected the same number of rows on axis 0 of every array "
+                "(a nested list counts as a pytree: turn it into an array first)"
             )
         (num_data,) = heads
         assert num_data is not None

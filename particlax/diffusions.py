@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from particlax import pairwise
-from particlax.checks import Scheduled, at, positive
-from particlax.errors import OptionError, ParticleError, one_of
-from particlax.kernels import RBF, Bandwidth, Kernel, Median, as_bandwidth
+from particlax.checks import Part, Scheduled, at, number, positive
+from particlax.errors import OptionError, ParticleError, expect, one_of
+from particlax.kernels import RBF, Bandwidth, Kernel, Median, as_bandwidth, check_distinct
 from particlax.particles import dimension, flatten, num_particles
 from particlax.terms import Cloud, Term, Velocity, scale
 
@@ -46,7 +46,7 @@ class Langevin(Term):
     (Garbuno-Inigo, Nüsken & Reich 2020), without which the law would be wrong at finite M.
     """
 
-    weight: Scheduled = 1.0
+    weight: Scheduled = eqx.field(converter=number, default=1.0)
     noisy: ClassVar[bool] = True
 
     def __check_init__(self) -> None:
@@ -93,7 +93,7 @@ def calibrated(force: PyTree, x: PyTree) -> PyTree:
     True
     """
     matrix, unflatten = flatten(force)
-    points = flatten(x)[0]
+    matrix, points = pairwise.wide(matrix), pairwise.wide(flatten(x)[0])
     matrix, points = matrix - matrix.mean(0), points - points.mean(0)
     moment = pairwise.matmul(matrix.T, points) / len(points)
     return unflatten(jnp.linalg.solve(moment, matrix.T).T)
@@ -106,16 +106,17 @@ class Blob(Force):
     inside the logarithm (Carrillo, Craig & Patacchini 2019).
     """
 
-    weight: Scheduled = 1.0
+    weight: Scheduled = eqx.field(converter=number, default=1.0)
     kernel: Kernel = RBF()
     calibrate: bool = False
 
     def __check_init__(self) -> None:
         positive("Blob weight", self.weight)
+        expect("kernel", self.kernel, Kernel, "px.kernels.RBF()")
 
     def check(self, particles: PyTree) -> None:
         Force.check(self, particles)
-        self.kernel.bandwidth.check(particles)
+        self.kernel.check(particles)
 
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
         x, h = cloud.x, self.kernel.bandwidth(cloud.x)
@@ -133,16 +134,17 @@ class GFSD(Force):
     RBF: (2 / h) (x_i - sum_j K_ij x_j / S_i).
     """
 
-    weight: Scheduled = 1.0
+    weight: Scheduled = eqx.field(converter=number, default=1.0)
     kernel: Kernel = RBF()
     calibrate: bool = False
 
     def __check_init__(self) -> None:
         positive("GFSD weight", self.weight)
+        expect("kernel", self.kernel, Kernel, "px.kernels.RBF()")
 
     def check(self, particles: PyTree) -> None:
         Force.check(self, particles)
-        self.kernel.bandwidth.check(particles)
+        self.kernel.check(particles)
 
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
         x, h = cloud.x, self.kernel.bandwidth(cloud.x)
@@ -162,10 +164,11 @@ class Plan(NamedTuple):
     cols: Sequence[Array] = ()
 
 
-class Coupling(eqx.Module):
+class Coupling(Part):
     """How `Transport` ties a particle to where the particles were: the p_ij of paper eq. 20."""
 
-    lam: eqx.AbstractVar[Bandwidth]
+    def check(self, particles: PyTree) -> None:
+        """Refuse clouds that the coupling cannot tie."""
 
     def init(self, num: int, dtype: Any) -> PyTree:
         """The coupling's memory between steps."""
@@ -192,6 +195,9 @@ class FixedScale(Coupling):
 
     def __check_init__(self) -> None:
         positive("gamma", self.gamma)
+
+    def check(self, particles: PyTree) -> None:
+        self.lam.check(particles)
 
     def plan(self, x: PyTree, y: PyTree, memory: PyTree) -> tuple[Plan, PyTree]:
         lam = self.lam(x)
@@ -226,6 +232,9 @@ class Sinkhorn(Coupling):
         positive("tolerance", self.tolerance)
         if self.iterations < 1:
             raise OptionError(f"Sinkhorn got iterations={self.iterations}; expected at least 1")
+
+    def check(self, particles: PyTree) -> None:
+        self.lam.check(particles)
 
     def init(self, num: int, dtype: Any) -> PyTree:
         return jnp.zeros(num, dtype), jnp.zeros(num, dtype)
@@ -274,19 +283,21 @@ class Transport(Force):
     when far) is t_i = sum_j 2 gamma (1 - r2/lam) exp(-r2/lam) (x_i - y_j).
     """
 
-    weight: Scheduled = 1.0
+    weight: Scheduled = eqx.field(converter=number, default=1.0)
     coupling: Coupling = FixedScale()
     inner: int = 1
     calibrate: bool = False
 
     def __check_init__(self) -> None:
         positive("Transport weight", self.weight)
+        expect("coupling", self.coupling, Coupling, "px.diffusions.FixedScale(gamma=0.1)")
         if self.inner < 1:
             raise OptionError(f"Transport got inner={self.inner}; expected at least 1 inner step")
 
     def check(self, particles: PyTree) -> None:
         Force.check(self, particles)
-        self.coupling.lam.check(particles)
+        self.coupling.check(particles)
+        check_distinct(particles)
 
     def init(self, particles: PyTree) -> PyTree:
         dtype = jnp.promote_types(jnp.result_type(*jax.tree.leaves(particles)), jnp.float32)

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
@@ -51,22 +51,43 @@ R = TypeVar("R")
 
 
 def known_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Make an unknown keyword an `OptionError` that lists the options and the nearest name."""
-    names = list(inspect.signature(function).parameters)
+    """Make an unknown keyword, or too many positions, an `OptionError` that lists the options."""
+    owner, _, name = function.__qualname__.rpartition(".")
+    name = owner if name == "__init__" else function.__name__
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    places = len([p for p in parameters if p.kind is not p.KEYWORD_ONLY]) + (name == owner)
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise OptionError(
-                    f"{function.__name__} has no option {name!r}: {hint}"
-                    f"its options are {', '.join(names)}"
-                )
+        check_options(name, [p.name for p in parameters], places, len(args), kwargs)
         return function(*args, **kwargs)
 
     return checked
+
+
+def check_options(
+    name: str, options: list[str], places: int, given: int, keywords: Iterable[str]
+) -> None:
+    """Refuse unknown keywords and more than `places` positional arguments."""
+    listed = ", ".join(options)
+    for keyword in keywords:
+        if keyword not in options:
+            near = difflib.get_close_matches(keyword, options, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise OptionError(f"{name} has no option {keyword!r}: {hint}its options are {listed}")
+    if given > places:
+        raise OptionError(
+            f"{name} got {given} arguments without a name; expected at most {places}. Give the others by "
+            f"name; its options are {listed}"
+        )
+
+
+def expect(name: str, value: Any, kind: type, example: str) -> Any:
+    """Refuse a value that is not an instance of `kind`."""
+    if not isinstance(value, kind):
+        came = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+        raise OptionError(f"{name} is {came}; expected a {kind.__name__}, for instance {example}")
+    return value
 
 
 def one_of(what: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 """Results for other tools."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -30,10 +31,12 @@ def to_arviz(particles: PyTree, history: PyTree = None) -> Any:
         leaf = np.asarray(leaf)
         return leaf[None] if history is None else np.swapaxes(leaf, 0, 1)
 
-    posterior = {_variable(path): draws(leaf) for path, leaf in leaves}
-    if int(arviz.__version__.split(".")[0]) >= 1:
-        return arviz.from_dict({"posterior": posterior})
-    return arviz.from_dict(posterior=posterior)
+    posterior: dict = {_variable(path): draws(leaf) for path, leaf in leaves}
+    with warnings.catch_warnings():  # more chains than draws is the usual case here
+        warnings.filterwarnings("ignore", "More chains", UserWarning)
+        if int(arviz.__version__.split(".")[0]) >= 1:
+            return arviz.from_dict({"posterior": posterior})
+        return arviz.from_dict(posterior=posterior)
 
 
 def _variable(path: Any) -> str:

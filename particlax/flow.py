@@ -1,7 +1,6 @@
 """Flow: target, terms, metric and integrator as one step of a sampler."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from particlax.errors import OptionError, ParticleError, known_options
+from particlax.errors import OptionError, ParticleError, expect, known_options
 from particlax.integrators import Integrator
 from particlax.metrics import Identity, Metric
 from particlax.particles import as_cloud, num_particles
@@ -63,20 +62,18 @@ class Flow(eqx.Module):
     def __init__(
         self,
         target: Target,
-        terms: Sequence[Term],
+        terms: Sequence[Term] | Term,
         integrator: Integrator,
         metric: Metric = Identity(),
     ):
-        self.target = _expect("target", target, Target, "px.Target(log_density)")
-        self.integrator = _expect(
-            "integrator", integrator, Integrator, "px.integrators.Euler(1e-2)"
-        )
-        self.metric = _expect("metric", metric, Metric, "px.metrics.Ensemble()")
+        self.target = expect("target", target, Target, "px.Target(log_density)")
+        self.integrator = expect("integrator", integrator, Integrator, "px.integrators.Euler(1e-2)")
+        self.metric = expect("metric", metric, Metric, "px.metrics.Ensemble()")
         self.terms = tuple(terms) if isinstance(terms, Sequence) else (terms,)
         if not self.terms:
             raise OptionError("Flow got no terms; expected at least one, such as px.Stein()")
         for term in self.terms:
-            _expect("each of terms", term, Term, "px.Drift()")
+            expect("each of terms", term, Term, "px.Drift()")
         noisy = [type(term).__name__ for term in self.terms if term.noisy]
         if noisy and not integrator.takes_noise:
             raise OptionError(
@@ -136,15 +133,6 @@ class Flow(eqx.Module):
 def _rms(tree: PyTree) -> Array:
     leaves = jax.tree.leaves(tree)
     return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in leaves) / num_particles(tree))
-
-
-def _expect(name: str, value: Any, kind: type, example: str) -> Any:
-    if not isinstance(value, kind):
-        raise OptionError(
-            f"{name} is {value!r} ({type(value).__name__}); expected a {kind.__name__}, "
-            f"for instance {example}"
-        )
-    return value
 
 
 def _finite(cloud: PyTree) -> None:

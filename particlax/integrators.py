@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from particlax.checks import Scheduled, at, positive
+from particlax.checks import Part, Scheduled, at, number, positive
 from particlax.errors import OptionError
 from particlax.terms import Velocity, add, scale
 
 __all__ = ["RMS", "Euler", "Integrator", "Momentum", "Optax"]
 
 
-class Integrator(eqx.Module):
+class Integrator(Part):
     """One stepping rule for every sum of terms."""
 
     takes_noise: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class Integrator(eqx.Module):
 class Euler(Integrator):
     """x += eps * drift + sqrt(eps) * noise (Euler-Maruyama)."""
 
-    step_size: Scheduled
+    step_size: Scheduled = eqx.field(converter=number)
 
     def __check_init__(self) -> None:
         positive("step_size", self.step_size)
@@ -91,7 +91,7 @@ class RMS(Integrator):
     (Li et al. 2016). Its correction for the change of G with x is left out, as is usual.
     """
 
-    step_size: Scheduled
+    step_size: Scheduled = eqx.field(converter=number)
     decay: float = 0.99
     epsilon: float = 1e-5
     elementwise: ClassVar[bool] = True
@@ -130,7 +130,7 @@ class Momentum(Integrator):
     noise in a metric that moves with the cloud the law holds up to O(D / M).
     """
 
-    step_size: Scheduled
+    step_size: Scheduled = eqx.field(converter=number)
     friction: float = 1.0
 
     def __check_init__(self) -> None:

@@ -10,13 +10,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from particlax import pairwise
-from particlax.checks import positive
-from particlax.errors import OptionError, ParticleError
-from particlax.particles import flatten, num_particles
+from particlax.checks import Part, number, positive
+from particlax.errors import OptionError, ParticleError, expect
+from particlax.particles import all_equal, flatten, num_particles
 
 __all__ = [
     "IMQ",
@@ -35,7 +34,7 @@ SUBSAMPLE = 512
 """Above this many particles the median rules look at an even subsample of this size."""
 
 
-class Bandwidth(eqx.Module):
+class Bandwidth(Part):
     """Rule for the bandwidth h of a cloud, in units of squared distance."""
 
     @abc.abstractmethod
@@ -49,15 +48,6 @@ class Bandwidth(eqx.Module):
             raise ParticleError(
                 f"{type(self).__name__} bandwidth needs distances between particles but there is "
                 f"{num} particle; give more particles or a fixed bandwidth, such as RBF(bandwidth=1.0)"
-            )
-        leaves = jax.tree.leaves(x)
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return
-        if all(bool(np.all(np.asarray(leaf) == np.asarray(leaf[:1]))) for leaf in leaves):
-            raise ParticleError(
-                f"all {num} particles are equal, so the {type(self).__name__} bandwidth is zero and "
-                "no interaction can separate them; expected distinct particles. Start from a spread "
-                "cloud, for instance px.particles.normal(key, M, like=point)"
             )
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
@@ -199,7 +189,17 @@ class HeatEquation(Bandwidth):
         return h**2 * jnp.sum((laplacian + (2 / h) * moved) ** 2 / q)
 
 
-class Kernel(eqx.Module):
+def check_distinct(x: PyTree) -> None:
+    """Refuse several particles that sit at one point: equal forces keep them together for ever."""
+    if all_equal(x):
+        raise ParticleError(
+            f"all {num_particles(x)} particles are equal, so no interaction can separate them; expected "
+            "distinct particles. Start from a spread cloud, for instance px.particles.normal(key, M, "
+            "like=point)"
+        )
+
+
+class Kernel(Part):
     """A radial kernel k(r2 / h). Subclasses write `profile`; `bandwidth` is a rule or a number."""
 
     bandwidth: eqx.AbstractVar[Bandwidth]
@@ -207,6 +207,11 @@ class Kernel(eqx.Module):
     @abc.abstractmethod
     def profile(self, a: Float[Array, "..."]) -> Float[Array, "..."]:
         """k(a) for a >= 0, smooth, with k(0) = 1."""
+
+    def check(self, x: PyTree) -> None:
+        """Refuse clouds that a force with this kernel cannot move apart."""
+        self.bandwidth.check(x)
+        check_distinct(x)
 
     def pair(self, r2: Array, h: Array) -> tuple[Array, Array]:
         """K = k(r2 / h) and W = -(2 / h) k'(r2 / h), so that grad_{x_j} K_ij = W_ij (x_i - x_j)."""
@@ -219,7 +224,8 @@ def as_bandwidth(bandwidth: Any) -> Bandwidth:
     """A bandwidth rule from a rule or a positive number."""
     if isinstance(bandwidth, Bandwidth):
         return bandwidth
-    if isinstance(bandwidth, (int, float)):
+    bandwidth = number(bandwidth)
+    if isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool):
         return Fixed(float(bandwidth))
     raise OptionError(
         f"bandwidth is {bandwidth!r}; expected a positive number or a rule such as px.kernels.Median()"
@@ -283,6 +289,7 @@ class Mixture(Kernel):
     def __check_init__(self) -> None:
         if not self.scales:
             raise OptionError("Mixture got no scales; expected at least one positive number")
+        expect("base", self.base, Kernel, "px.kernels.RBF()")
         for scale in self.scales:
             positive("scale", scale, zero=False)
 

@@ -8,20 +8,20 @@ import abc
 import math
 from typing import ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
+from particlax.checks import Part
 from particlax.errors import ParticleError
-from particlax.pairwise import matmul
-from particlax.particles import dimension, flatten, num_particles
+from particlax.pairwise import matmul, wide
+from particlax.particles import all_equal, dimension, flatten, num_particles
 from particlax.terms import Frame, scale
 
 __all__ = ["Diagonal", "Ensemble", "Identity", "Metric"]
 
 
-class Metric(eqx.Module):
+class Metric(Part):
     """Chooses the coordinates for a cloud."""
 
     diagonal: ClassVar[bool] = True
@@ -88,11 +88,11 @@ class _Whitened(Frame):
     def points(self, x: PyTree) -> Float[Array, "M D"]:
         if x is self.like:
             return self.white
-        centred = flatten(x)[0] - self.mean
+        centred = wide(flatten(x)[0]) - self.mean
         return jax.scipy.linalg.solve_triangular(self.factor, centred.T, lower=True).T
 
     def scores(self, score: PyTree) -> Float[Array, "M D"]:
-        return matmul(flatten(score)[0], self.factor)
+        return matmul(wide(flatten(score)[0]), self.factor)
 
     def back(self, velocity: Float[Array, "M D"]) -> PyTree:
         return flatten(self.like)[1](matmul(velocity, self.factor.T))
@@ -122,7 +122,7 @@ class Ensemble(Metric):
     diagonal: ClassVar[bool] = False
 
     def frame(self, x: PyTree) -> Frame:
-        matrix = flatten(x)[0]
+        matrix = wide(flatten(x)[0])
         mean = jnp.mean(matrix, 0)
         # The covariance's factor from the QR of the cloud itself: squaring would lose half the digits.
         q, r = jnp.linalg.qr(matrix - mean)
@@ -139,4 +139,9 @@ def _spread(particles: PyTree, name: str, needed: int) -> None:
         raise ParticleError(
             f"the {name} metric needs at least {needed} particles for D = {dimension(particles)} but "
             f"there are {num}; give more particles, or use the Diagonal or Identity metric"
+        )
+    if all_equal(particles):
+        raise ParticleError(
+            f"all {num} particles are equal, so the {name} metric is zero and nothing would move; expected "
+            "a spread cloud, for instance px.particles.normal(key, M, like=point)"
         )

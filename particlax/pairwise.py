@@ -21,7 +21,16 @@ from jaxtyping import Array, Float, PyTree
 from particlax.errors import OptionError
 from particlax.particles import dimension, flatten
 
-__all__ = ["interact", "logsumexp", "matmul", "median_sqdist", "reduce_rows", "sqdist", "total"]
+__all__ = [
+    "interact",
+    "logsumexp",
+    "matmul",
+    "median_sqdist",
+    "reduce_rows",
+    "sqdist",
+    "total",
+    "wide",
+]
 
 DIRECT_DIM = 8
 """Largest D for which distances are summed from differences (exact) and not from a Gram matrix."""
@@ -45,7 +54,7 @@ def _blocks(tree: PyTree) -> tuple[Blocks, Callable[[Blocks], PyTree]]:
     leaves, structure = jax.tree.flatten(tree)
     if len(leaves) > 1 and dimension(tree) <= FLAT_DIM:
         matrix, unflatten = flatten(tree)
-        return [_wide(matrix)], lambda blocks: unflatten(blocks[0])
+        return [wide(matrix)], lambda blocks: unflatten(blocks[0])
 
     def back(blocks: Blocks) -> PyTree:
         shaped = [
@@ -54,10 +63,11 @@ def _blocks(tree: PyTree) -> tuple[Blocks, Callable[[Blocks], PyTree]]:
         ]
         return jax.tree.unflatten(structure, shaped)
 
-    return [_wide(leaf.reshape(leaf.shape[0], -1)) for leaf in leaves], back
+    return [wide(leaf.reshape(leaf.shape[0], -1)) for leaf in leaves], back
 
 
-def _wide(block: Array) -> Array:
+def wide(block: Array) -> Array:
+    """At least float32: sums over pairs, solves and factorisations need it."""
     return block.astype(jnp.promote_types(block.dtype, jnp.float32))
 
 

@@ -6,11 +6,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax.errors import ParticleError
 
-__all__ = ["as_cloud", "dimension", "flatten", "normal", "num_particles", "replicate", "uniform"]
+__all__ = [
+    "all_equal",
+    "as_cloud",
+    "dimension",
+    "flatten",
+    "normal",
+    "num_particles",
+    "replicate",
+    "uniform",
+]
 
 
 def _name(path: Any) -> str:
@@ -40,8 +50,8 @@ def num_particles(particles: PyTree) -> int:
         if not shape:
             raise ParticleError(
                 f"{_name(path)} of the particles is a scalar; expected a leading particle axis. "
-                "For M copies of one point use px.particles.replicate(point, M) or "
-                "px.particles.normal(key, M, like=point)"
+                "For a cloud around one point use px.particles.normal(key, M, like=point); a nested list "
+                "counts as a pytree, so turn it into an array first"
             )
         if first is None:
             first = (_name(path), shape[0])
@@ -56,6 +66,14 @@ def num_particles(particles: PyTree) -> int:
             f"{first[0]} has leading size 0: there are no particles; expected at least one"
         )
     return first[1]
+
+
+def all_equal(particles: PyTree) -> bool:
+    """Whether there are several particles, all at one point; False where values are traced."""
+    leaves = jax.tree.leaves(particles)
+    if num_particles(particles) == 1 or any(isinstance(leaf, Tracer) for leaf in leaves):
+        return False
+    return all(bool(np.all(np.asarray(leaf) == np.asarray(leaf[:1]))) for leaf in leaves)
 
 
 def as_cloud(particles: PyTree) -> PyTree[Float[Array, "M ..."]]:

@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from particlax.data import Minibatches
-from particlax.errors import DataError, NonFiniteError, OptionError, known_options
-from particlax.flow import Flow, State
+from particlax.errors import DataError, NonFiniteError, OptionError, expect, known_options
+from particlax.flow import Flow, Info, State
 from particlax.particles import num_particles
+from particlax.target import num_rows
 
 __all__ = ["History", "Result", "Snapshot", "run"]
 
@@ -95,7 +96,9 @@ def run(
     """
     for name, value in (("steps", steps), ("thin", thin), ("observe_every", observe_every)):
         _whole(name, value, least=0 if name == "steps" else 1)
-    state = _copy(particles) if isinstance(particles, State) else flow.init(particles)
+    expect("flow", flow, Flow, "px.svgd(target, optimizer=optax.adam(0.05))")
+    key = _checked_key(key)
+    state = _resumed(flow, particles) if isinstance(particles, State) else flow.init(particles)
     batches = _checked_data(flow, data)
     fixed = (flow, batches, key, jax.random.fold_in(key, 0x6461))  # noise, batches: own streams
     began, first, stopped = time.perf_counter(), int(state.step), False
@@ -110,9 +113,23 @@ def run(
             seconds = time.perf_counter() - began
             bar.update(pace.done, seconds, log_density)
             if pace.due():
-                snapshot = Snapshot(state, log_density, first + steps, seconds)
-                stopped = any([observer(snapshot) is True for observer in observers])
+                stopped = _observe(observers, state, log_density, first + steps, seconds)
     return Result(state, log_density, keeper.history(), time.perf_counter() - began, stopped)
+
+
+def _observe(
+    observers: Sequence[Callable[[Snapshot], Any]],
+    state: State,
+    log_density: Array,
+    steps: int,
+    seconds: float,
+) -> bool:
+    """Show every observer a snapshot of its own; whether one of them answered True."""
+    answers = [watch(Snapshot(_copy(state), log_density, steps, seconds)) for watch in observers]
+    return any(
+        np.ndim(answer) == 0 and np.asarray(answer).dtype == bool and bool(answer)
+        for answer in answers
+    )
 
 
 class _Pace:
@@ -195,10 +212,14 @@ class _Bar:
             self.bar.update(self.task, completed=done, rate=f"{done / seconds:.0f}/s", note=note)
 
 
-def _one(fixed: Any, state: State) -> tuple[State, Array]:
+def _step(fixed: Any, state: State) -> tuple[State, Info]:
     flow, data, noise_key, data_key = fixed
     batch = data.batch(data_key, state.step) if isinstance(data, Minibatches) else data
-    state, info = flow.step(noise_key, state, batch)
+    return flow.step(noise_key, state, batch)
+
+
+def _one(fixed: Any, state: State) -> tuple[State, Array]:
+    state, info = _step(fixed, state)
     return state, info.log_density.astype(jnp.result_type(float))
 
 
@@ -246,43 +267,49 @@ def _advance(fixed: Any, state: State, size: int, keeper: _Keeper) -> tuple[Stat
 
 
 @eqx.filter_jit
-def _replay(fixed: Any, state: State, size: Array) -> tuple[State, Array, Array, Array]:
-    """Step until something is not finite: the state before, and which particles, in what."""
+def _replay(fixed: Any, state: State, size: Array) -> tuple[State, Array]:
+    """Step until something is not finite: the state before, and which particles are bad, by value,
+    score and move."""
 
     def going(carry: Any) -> Array:
-        count, _, values, moves = carry
-        return (count < size) & ~jnp.any(values | moves)
+        return (carry[0] < size) & ~jnp.any(carry[2][jnp.array([0, 2])])  # as _chunk sees it
 
     def body(carry: Any) -> Any:
-        count, state, _, _ = carry
-        moved, log_density = _one(fixed, state)
-        values, moves = _bad_value(log_density), _bad_particles(moved.particles)
-        good = ~jnp.any(values | moves)
+        count, state, _ = carry
+        moved, info = _step(fixed, state)
+        bad = (
+            _bad_value(info.log_density),
+            _bad_particles(info.score),
+            _bad_particles(moved.particles),
+        )
+        good = ~jnp.any(bad[0] | bad[2])
         state = jax.tree.map(lambda new, old: jnp.where(good, new, old), moved, state)
-        return count + 1, state, values, moves
+        return count + 1, state, jnp.stack(bad)
 
-    fine = jnp.zeros(num_particles(state.particles), bool)
-    _, state, values, moves = lax.while_loop(going, body, (jnp.int32(0), state, fine, fine))
-    return state, values, moves, state.step
+    fine = jnp.zeros((3, num_particles(state.particles)), bool)
+    _, state, bad = lax.while_loop(going, body, (jnp.int32(0), state, fine))
+    return state, bad
 
 
 def _failure(fixed: Any, before: State, size: int) -> NonFiniteError:
     """The error for a chunk that met NaN, by replaying it step by step from its start."""
-    state, values, moves, step = _replay(fixed, before, jnp.int32(size))
-    bad = np.flatnonzero(np.asarray(values | moves)).tolist()
-    num = num_particles(state.particles)
+    state, flags = _replay(fixed, before, jnp.int32(size))
+    step, num = int(state.step), num_particles(state.particles)
+    cause = int(np.argmax(np.asarray(flags).any(1)))
+    bad = np.flatnonzero(np.asarray(flags[cause])).tolist()
     listed = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")
-    if bool(jnp.any(values)):
-        what = "the log density is NaN or +inf"
-        remedy = "Check the density there"
-    else:
-        what = "the score or the update is not finite"
-        remedy = "Try a smaller step, or check the gradient of the log density there"
-    start = " (the starting points)" if int(step) == 0 else ""
+    what, remedy = (
+        ("the log density is NaN or +inf", "Check the log density there"),
+        ("the score is not finite", "Check the gradient of the log density there"),
+        ("the move is not finite", "Try a smaller step size or smaller weights"),
+    )[cause]
+    if cause < 2 and step > 0:
+        remedy += ", or try a smaller step size if the particles have run away"
+    start = " (the starting points)" if step == 0 else ""
     return NonFiniteError(
-        f"at step {int(step)}{start}, {what} at {len(bad)} of {num} particles ({listed}). {remedy}. "
+        f"at step {step}{start}, {what} at {len(bad)} of {num} particles ({listed}). {remedy}. "
         "The last good state, before this step, is in this error's .state",
-        step=int(step),
+        step=step,
         particles=bad,
         state=state,
     )
@@ -290,6 +317,26 @@ def _failure(fixed: Any, before: State, size: int) -> NonFiniteError:
 
 def _copy(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
+
+
+def _checked_key(key: Any) -> Array:
+    if isinstance(key, (jax.Array, np.ndarray)):
+        if key.shape == () and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            return jnp.asarray(key)
+        if key.shape == (2,) and key.dtype == jnp.uint32:  # jax.random.PRNGKey
+            return jax.random.wrap_key_data(jnp.asarray(key))
+    raise OptionError(f"key is {key!r}; expected one JAX key, for instance jax.random.key(0)")
+
+
+def _resumed(flow: Flow, state: State) -> State:
+    """A copy of an earlier state, if it is one of this flow."""
+    wanted = jax.eval_shape(flow.init, state.particles)
+    if jax.tree.structure(wanted) != jax.tree.structure(state):
+        raise OptionError(
+            "the state to go on from has other parts than this flow's: it comes from a flow with another "
+            "integrator or other terms. Go on with the same flow, or start anew from state.particles"
+        )
+    return _copy(state)
 
 
 def _whole(name: str, value: Any, least: int) -> None:
@@ -307,7 +354,7 @@ def _checked_data(flow: Flow, data: Any) -> Any:
         num = data.num_data
     else:
         data = jax.tree.map(jnp.asarray, data)
-        num = len(jax.tree.leaves(data)[0]) if jax.tree.leaves(data) else 0
+        num = num_rows(data)
     if num != wanted:
         raise DataError(
             f"the data have {num} rows but the target was made with num_data={wanted}; expected the same "

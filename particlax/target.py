@@ -79,7 +79,7 @@ class Target(eqx.Module):
         if self.log_density is not None:
             return _scalar("log_density", self.log_density(params))
         assert self.log_prior and self.log_likelihood and self.num_data
-        num = _batch_size(batch)
+        num = num_rows(batch)
         terms = jnp.asarray(self.log_likelihood(params, batch))
         if terms.shape != (num,):
             raise TargetError(
@@ -119,7 +119,8 @@ def _scalar(name: str, value: Any) -> Array:
     return value
 
 
-def _batch_size(batch: PyTree) -> int:
+def num_rows(batch: PyTree) -> int:
+    """The number n of data in a batch, after checking that its leaves agree."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise DataError(

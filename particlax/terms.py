@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from particlax import pairwise
-from particlax.checks import Scheduled, at, positive
+from particlax.checks import Part, Scheduled, at, number, positive
+from particlax.errors import expect
 from particlax.kernels import RBF, Kernel
 from particlax.particles import num_particles, random_like
 
@@ -73,7 +74,7 @@ def add(*trees: PyTree) -> PyTree:
     return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *present) if present else None
 
 
-class Term(eqx.Module):
+class Term(Part):
     """One summand of the recipe. `weight` is a number or an optax schedule."""
 
     weight: eqx.AbstractVar[Scheduled]
@@ -100,7 +101,7 @@ class Drift(Term):
     dx = s dt + sqrt(2) dW.
     """
 
-    weight: Scheduled = 1.0
+    weight: Scheduled = eqx.field(converter=number, default=1.0)
 
     def __check_init__(self) -> None:
         positive("Drift weight", self.weight)
@@ -116,14 +117,15 @@ class Stein(Term):
     descend the density; the working form is +phi, as in its eq. 6.
     """
 
-    weight: Scheduled = 1.0
+    weight: Scheduled = eqx.field(converter=number, default=1.0)
     kernel: Kernel = RBF()
 
     def __check_init__(self) -> None:
         positive("Stein weight", self.weight)
+        expect("kernel", self.kernel, Kernel, "px.kernels.RBF()")
 
     def check(self, particles: PyTree) -> None:
-        self.kernel.bandwidth.check(particles)
+        self.kernel.check(particles)
 
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
         h = self.kernel.bandwidth(cloud.x)

@@ -225,7 +225,7 @@ def test_a_zero_cloud_keeps_a_positive_finite_bandwidth(rule):
 @pytest.mark.parametrize(("num", "words"), [(1, "1 particle"), (4, "equal")])
 def test_rules_refuse_clouds_without_distances(rule, num, words):
     with pytest.raises(ParticleError, match=words):
-        rule.check(jnp.ones((num, 2)))
+        K.RBF(bandwidth=rule).check(jnp.ones((num, 2)))
 
 
 @pytest.mark.parametrize("h", [0.0, -1.0, float("nan"), float("inf")])
