@@ -21,7 +21,7 @@ Rows = list[list[str]]
 
 def show(console: Console, title: str, rows: Rows) -> None:
     """Print a table, header first."""
-    printed = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    printed = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in rows[0]:
         printed.add_column(name)
     for row in rows[1:]:

@@ -6,6 +6,7 @@ python -m experiments.toy --seeds=5 --record    # the study: also pi-SGLD's vari
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -132,11 +133,11 @@ def one_seed(c: Config, num: int, seed: int, tick: Callable[[str], None]) -> tup
 def table(found: list[dict], num: int, density: str) -> report.Rows:
     """Mean over seeds of each measure on one density, a row per sampler; the header first."""
     here = [r for r in found if r["config"]["M"] == num and r["config"]["density"] == density]
-    rows = [["sampler", "W2", "1000 MMD²", "KSD", "variance", "shares"]]
+    rows = [["sampler", "W2", "MMD²/1e-3", "KSD", "variance", "shares"]]
     for sampler in dict.fromkeys(r["config"]["sampler"] for r in here):
         metrics = [r["metrics"] for r in here if r["config"]["sampler"] == sampler]
         mean = {k: np.mean([np.asarray(m[k]) for m in metrics], axis=0) for k in metrics[0]}
-        spread = f" ± {np.std([m['W2'] for m in metrics]):.3f}" if len(metrics) > 1 else ""
+        spread = f" ±{np.std([m['W2'] for m in metrics]):.3f}" if len(metrics) > 1 else ""
         cells = [f"{1000 * mean['MMD2']:.2f}", f"{mean['KSD']:.3f}", f"{mean['variance']:.2f}"]
         shares = " ".join(f"{share:.2f}" for share in mean["shares"])
         rows.append([sampler, f"{mean['W2']:.3f}{spread}", *cells, shares])
@@ -195,6 +196,9 @@ def main(c: Config) -> Path:
     if c.record:
         records.write(records.RESULTS / "toy" / "study.jsonl", found)
     paths = figures(c, clouds, out)
+    if c.record:  # the figures that README and docs show
+        for name, path in paths.items():
+            shutil.copy(path, records.ROOT / "docs" / "images" / f"toy-{name}.png")
     parts = []
     for num, name in ((c.particles, "figure1"), (c.few, "appendix")):
         parts.append(report.figure(f"{num} particles", paths[name], CAPTION))

@@ -22,7 +22,7 @@ def gaussian(dim):
     return px.zoo.Gaussian(np.arange(dim) / dim, covariance)
 
 
-def long_run(flow, density, num, steps, thin, burn, scale=1.0):
+def long_run(flow, density, *, num, steps, thin, burn, scale=1.0):
     """Mean and covariance over particles and over time."""
     start = px.particles.normal(jax.random.key(1), num, jnp.asarray(density.mean), scale)
     result = px.run(flow, start, steps=steps, key=jax.random.key(2), thin=thin, progress=False)
