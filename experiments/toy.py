@@ -197,8 +197,10 @@ def main(c: Config) -> Path:
         records.write(records.RESULTS / "toy" / "study.jsonl", found)
     paths = figures(c, clouds, out)
     if c.record:  # the figures that README and docs show
+        images = records.ROOT / "docs" / "images"
+        images.mkdir(exist_ok=True)
         for name, path in paths.items():
-            shutil.copy(path, records.ROOT / "docs" / "images" / f"toy-{name}.png")
+            shutil.copy(path, images / f"toy-{name}.png")
     parts = []
     for num, name in ((c.particles, "figure1"), (c.few, "appendix")):
         parts.append(report.figure(f"{num} particles", paths[name], CAPTION))
