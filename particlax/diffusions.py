@@ -99,6 +99,12 @@ def calibrated(force: PyTree, x: PyTree) -> PyTree:
     return unflatten(jnp.linalg.solve(moment, matrix.T).T)
 
 
+def _inverse_mass(kernel: Kernel, x: PyTree) -> tuple[Float[Array, ""], Float[Array, " M"]]:
+    """The bandwidth h and 1 / S_i, S_i = sum_k K_ik."""
+    h = kernel.bandwidth(x)
+    return h, 1 / pairwise.total(x, x, lambda r2: kernel.pair(r2, h)[0])
+
+
 class Blob(Force):
     """b_i = sum_j (1/S_i + 1/S_j) W_ij (x_i - x_j), S_i = sum_k K_ik (paper eq. 22; RBF: W = 2 K / h).
 
@@ -119,8 +125,8 @@ class Blob(Force):
         self.kernel.check(particles)
 
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
-        x, h = cloud.x, self.kernel.bandwidth(cloud.x)
-        inverse = 1 / pairwise.total(x, x, lambda r2: self.kernel.pair(r2, h)[0])
+        x = cloud.x
+        h, inverse = _inverse_mass(self.kernel, x)
 
         def weights(r2: Array, own: Array, other: Array) -> Array:
             return self.kernel.pair(r2, h)[1] * (own + other)
@@ -147,8 +153,8 @@ class GFSD(Force):
         self.kernel.check(particles)
 
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
-        x, h = cloud.x, self.kernel.bandwidth(cloud.x)
-        inverse = 1 / pairwise.total(x, x, lambda r2: self.kernel.pair(r2, h)[0])
+        x = cloud.x
+        h, inverse = _inverse_mass(self.kernel, x)
 
         def weights(r2: Array, own: Array) -> Array:
             return self.kernel.pair(r2, h)[1] * own

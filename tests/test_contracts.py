@@ -7,6 +7,7 @@ required arguments needs a line in ARGUMENTS below.
 import functools
 import importlib
 import inspect
+import pkgutil
 
 import equinox as eqx
 import jax
@@ -19,24 +20,9 @@ import particlax as px
 from particlax.terms import Cloud, Frame, Term
 
 MODULES = [
-    "errors",
-    "particles",
-    "pairwise",
-    "kernels",
-    "target",
-    "terms",
-    "diffusions",
-    "metrics",
-    "integrators",
-    "flow",
-    "algorithms",
-    "schedules",
-    "data",
-    "export",
-    "run",
-    "zoo",
-    "diagnostics",
-    "plots",
+    info.name
+    for info in pkgutil.iter_modules(px.__path__)
+    if hasattr(importlib.import_module(f"particlax.{info.name}"), "__all__")
 ]
 
 ARGUMENTS = {

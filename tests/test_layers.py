@@ -1,6 +1,7 @@
 """Imports go one way, the top level is small, and optional packages are imported when used."""
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,27 +12,7 @@ import particlax
 
 PACKAGE = Path(particlax.__file__).parent
 ROOT = PACKAGE.parent
-ORDER = [
-    "errors",
-    "checks",
-    "particles",
-    "pairwise",
-    "kernels",
-    "target",
-    "terms",
-    "diffusions",
-    "metrics",
-    "integrators",
-    "flow",
-    "algorithms",
-    "schedules",
-    "data",
-    "export",
-    "run",
-    "zoo",
-    "diagnostics",
-    "plots",
-]
+ORDER = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["LAYERS"]
 ONLY = {"schedules": {"errors", "checks"}}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 
