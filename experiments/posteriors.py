@@ -49,11 +49,11 @@ def half_cauchy(x: jax.Array, scale: float) -> jax.Array:
 
 def linear_regression(features: np.ndarray, y: np.ndarray, prior: Callable) -> tuple:
     """y ~ Normal(features @ beta, sigma) with `prior(beta, sigma)`, in (beta, log sigma)."""
-    x, y = jnp.asarray(features), jnp.asarray(y)
+    x, seen = jnp.asarray(features), jnp.asarray(y)
 
     def log_density(p: Tree) -> jax.Array:
         sigma = jnp.exp(p["log_sigma"])
-        likelihood = jnp.sum(norm.logpdf(y, x @ p["beta"], sigma))
+        likelihood = jnp.sum(norm.logpdf(seen, x @ p["beta"], sigma))
         return likelihood + prior(p["beta"], sigma) + p["log_sigma"]
 
     point = {"beta": jnp.zeros(x.shape[1]), "log_sigma": jnp.zeros(())}

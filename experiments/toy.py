@@ -37,7 +37,7 @@ class Config:
     learning_rate: float = 0.05
     start: float = 4.0  # particles start uniformly in the box of this half-width
     scale: float = 1 / 16  # bandwidth of every kernel, in units of med^2 / log M
-    gamma: float = 1e-3  # u_i v_j of the paper's transport
+    gamma: float = 200.0  # u_i v_j of the paper's transport, times M
     stein: float = 1000.0  # lambda_1 of pi-SGLD with transport
     euler: float = 0.02  # step of noisy and calibrated flows
     chain_step: float = 0.02  # the SGLD chain: one particle, every `chain_thin`-th of its steps
@@ -52,10 +52,10 @@ DENSITIES = {name: getattr(px.zoo, name)() for name in ("U1", "U2", "U3", "U4")}
 FIGURE_ROWS = ("SGLD", "w-SGLD", "w-SGLD-B", "SVGD", "pi-SGLD")
 
 
-def samplers(c: Config) -> dict[str, Callable[[px.Target], px.Flow]]:
+def samplers(c: Config, num: int) -> dict[str, Callable[[px.Target], px.Flow]]:
     """The rows of the study. The first four use one optimizer, the others plain Euler steps."""
     kernel = RBF(bandwidth=Median(scale=c.scale))
-    coupling = FixedScale(c.gamma, lam=Median(scale=c.scale))
+    coupling = FixedScale(c.gamma / num, lam=Median(scale=c.scale))
     adam = optax.adam(c.learning_rate)
     rows: dict[str, Callable[[px.Target], px.Flow]] = {
         "w-SGLD": lambda t: px.w_sgld(t, coupling=coupling, optimizer=adam),
@@ -89,6 +89,13 @@ def chain(c: Config, target: px.Target, num: int, key: jax.Array) -> jax.Array:
     return jnp.asarray(result.history.particles[:, 0])
 
 
+def moved(c: Config, flow: px.Flow, start: jax.Array, key: jax.Array) -> tuple[jax.Array, dict]:
+    """The cloud after `steps` steps and, for the records, the root mean square of each force on it."""
+    state = px.run(flow, start, steps=c.steps, key=key, progress=False).state
+    forces = jax.jit(flow.step)(key, state)[1].forces if c.record else {}
+    return jnp.asarray(state.particles), {k: float(f"{v:.3g}") for k, v in forces.items()}
+
+
 def evaluate(density: px.zoo.Density, cloud: jax.Array, seed: int) -> dict:
     """W2, MMD^2, KSD, shares and variance of a cloud against the truth."""
     truth = density.systematic(jax.random.key(1000 + seed), len(cloud))  # pyright: ignore
@@ -110,23 +117,23 @@ def one_seed(c: Config, num: int, seed: int, tick: Callable[[str], None]) -> tup
         target = px.Target(density.log_density)
         key = jax.random.fold_in(jax.random.key(seed), column)
         start = px.particles.uniform(key, num, jnp.zeros(2), c.start)
-        rows = {
-            "independent draws": lambda d=density, k=key: d.sample(k, num),
-            "SGLD": lambda t=target, k=key: chain(c, t, num, k),
-        }
-        for row, make in samplers(c).items():
-            rows[row] = lambda t=target, m=make, k=key, s=start: jnp.asarray(
-                px.run(m(t), s, steps=c.steps, key=k, progress=False).particles
-            )
-        for row, sample in rows.items():
+        flows = {row: make(target) for row, make in samplers(c, num).items()}
+        for row in ("independent draws", "SGLD", *flows):
             tick(f"M = {num}, seed {seed}: {row} on {name}")
-            began = time.perf_counter()
-            cloud = sample()
+            began, forces = time.perf_counter(), {}
+            if row == "independent draws":
+                cloud = density.sample(key, num)
+            elif row == "SGLD":
+                cloud = chain(c, target, num, key)
+            else:
+                cloud, forces = moved(c, flows[row], start, key)
             seconds = time.perf_counter() - began
             clouds.setdefault(row, {})[name] = cloud
             settings = {**dataclasses.asdict(c), "M": num, "density": name, "sampler": row}
             metrics = evaluate(density, cloud, seed)
-            found.append(records.record("toy", settings, seed, metrics, seconds))
+            found.append(
+                records.record("toy", settings, seed, metrics, seconds) | {"forces": forces}
+            )
     return clouds, found
 
 
@@ -172,7 +179,7 @@ def main(c: Config) -> Path:
     out = Path(c.out)
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
-    total = c.seeds * 2 * len(DENSITIES) * (len(samplers(c)) + 2)
+    total = c.seeds * 2 * len(DENSITIES) * (len(samplers(c, 1)) + 2)
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

@@ -10,13 +10,13 @@ and on a Gaussian target the cloud has exactly the target's mean and covariance 
 """
 
 import abc
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from particlax import pairwise
@@ -249,7 +249,7 @@ class Sinkhorn(Coupling):
         self, x: PyTree, y: PyTree, lam: Float[Array, ""], start: tuple[Array, Array]
     ) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
         """log u and log v by alternate scaling of rows and columns."""
-        log_share = -np.log(num_particles(x))
+        log_share = -math.log(num_particles(x))
 
         def lift(r2: Array, other: Array) -> Array:
             return other - r2 / lam

@@ -4,6 +4,7 @@ A kernel is one method, `profile(a)` with a = r2 / h; its slope comes from autom
 """
 
 import abc
+import math
 from typing import Any
 
 import equinox as eqx
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 SUBSAMPLE = 512
-"""Above this many particles the median rules look at an even subsample of this size."""
+"""Above this many particles the rules look at a fixed random subsample of this size."""
 
 
 class Bandwidth(Part):
@@ -68,7 +69,7 @@ class Fixed(Bandwidth):
     0.5
     """
 
-    h: float
+    h: float = eqx.field(converter=number)
 
     def __check_init__(self) -> None:
         positive("bandwidth", self.h, zero=False)
@@ -88,14 +89,19 @@ def _subsample(x: PyTree, size: int | None) -> PyTree:
     num = num_particles(x)
     if size is None or num <= size:
         return x
-    rows = (np.arange(size) * num) // size
+    rows = np.sort(np.random.default_rng(0).permutation(num)[:size])
     return jax.tree.map(lambda leaf: leaf[rows], x)
+
+
+def _check_subsample(size: int | None) -> None:
+    if size is not None and (not isinstance(size, int) or size < 2):
+        raise OptionError(f"subsample is {size!r}; expected a whole number >= 2, or None for all")
 
 
 class Median(Bandwidth):
     """The paper's rule: h = scale * med^2 / log M, med the median distance over distinct pairs.
 
-    Exact up to `subsample` particles; above, the median is taken over an even subsample of that size
+    Exact up to `subsample` particles; above, the median is taken over a fixed random subsample of that size
     (M stays the full number). `subsample=None` is exact for every M.
 
     >>> x = jnp.array([[0.0], [1.0], [3.0]])
@@ -103,15 +109,16 @@ class Median(Bandwidth):
     True
     """
 
-    scale: float = 1.0
+    scale: float = eqx.field(converter=number, default=1.0)
     subsample: int | None = SUBSAMPLE
 
     def __check_init__(self) -> None:
         positive("scale", self.scale, zero=False)
+        _check_subsample(self.subsample)
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
         med2 = pairwise.median_sqdist(_subsample(x, self.subsample))
-        return self.scale * med2 / np.log(num_particles(x))
+        return self.scale * med2 / math.log(num_particles(x))
 
 
 class ReferenceMedian(Bandwidth):
@@ -124,16 +131,17 @@ class ReferenceMedian(Bandwidth):
     True
     """
 
-    scale: float = 1.0
+    scale: float = eqx.field(converter=number, default=1.0)
     subsample: int | None = SUBSAMPLE
 
     def __check_init__(self) -> None:
         positive("scale", self.scale, zero=False)
+        _check_subsample(self.subsample)
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
         sample = _subsample(x, self.subsample)
         med = pairwise.median_sqdist(sample, itself=True, of_squares=True)
-        return self.scale * med / np.log(num_particles(x) + 1)
+        return self.scale * med / math.log(num_particles(x) + 1)
 
 
 class HeatEquation(Bandwidth):
@@ -157,6 +165,7 @@ class HeatEquation(Bandwidth):
 
     def __check_init__(self) -> None:
         positive("spread", self.spread, zero=False)
+        _check_subsample(self.subsample)
         if self.candidates < 2 or self.spread <= 1:
             raise OptionError(
                 f"HeatEquation got candidates={self.candidates}, spread={self.spread}; expected at "
@@ -253,7 +262,7 @@ class IMQ(Kernel):
     """
 
     bandwidth: Bandwidth = eqx.field(converter=as_bandwidth, default=Median())
-    power: float = 0.5
+    power: float = eqx.field(converter=number, default=0.5)
 
     def __check_init__(self) -> None:
         positive("power", self.power, zero=False)
