@@ -1,6 +1,6 @@
 # make demo: draw the paper's toy figures.  make test: run the tests.  Both set up .venv themselves.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo study test lint api clean

@@ -222,9 +222,8 @@ def main(c: Config) -> Path:
 
 CAPTION = (
     "Columns: U1 to U4 of Rezende and Mohamed (2015). SGLD is one chain, the others move a cloud. Variance and "
-    "shares (of the modes, or of stretches of a ridge) are divided by the truth. The transport of w-SGLD attracts "
-    "on average in a dense cloud, so it keeps too little variance across a ridge; its calibrated form has the "
-    "right one."
+    "shares (of the modes, or of stretches of a ridge) are divided by the truth. Plain transport does not balance "
+    "the drift, so w-SGLD keeps too little variance across a ridge; its calibrated form has the right one."
 )
 
 

@@ -102,6 +102,8 @@ def w_sgld(
     """w-SGLD: SGLD as a discrete gradient flow, the diffusion realised by transport (paper eq. 19-21).
 
     `coupling` is the paper's `FixedScale(gamma, lam)` or a real `Sinkhorn(lam)`; `inner` steps make one JKO step.
+    Plain transport does not balance the drift and leaves far too little variance, often none; `calibrate=True`
+    (M > D) mends that, `w_sgld_b` avoids it.
 
     >>> import particlax as px
     >>> flow = px.w_sgld(px.Target(lambda x: -0.5 * x @ x), optimizer=optax.adam(0.05), calibrate=True)
@@ -145,7 +147,8 @@ def pi_sgld(
     """pi-SGLD: SGLD and SVGD at once, drift + stein * phi + diffusion (paper section 5).
 
     `diffusion` is `Transport()` as in the paper, `Blob()`, or `Langevin()`, which makes it SPOS. The drift
-    takes the diffusion's weight, as stationarity demands. `stein=0` is w-SGLD, w-SGLD-B or SGLD.
+    takes the diffusion's weight, as stationarity demands. `stein=0` is w-SGLD, w-SGLD-B or SGLD. With plain
+    transport only phi holds the drift: give `stein` a large weight (the toy study has 1000), or use `Blob()`.
 
     >>> import particlax as px
     >>> flow = px.pi_sgld(px.Target(lambda x: -0.5 * x @ x), diffusion=px.diffusions.Langevin(), step_size=0.01)

@@ -38,8 +38,10 @@ def number(value: Any) -> Any:
     return value
 
 
-def positive(name: str, value: Any, *, zero: bool = True) -> None:
+def positive(name: str, value: Any, *, zero: bool = True, schedule: bool = True) -> None:
     """Refuse a number (or the first value of a schedule) that is negative, NaN or infinite."""
+    if callable(value) and not schedule:
+        raise OptionError(f"{name} is {value!r}; expected a number: it takes no schedule")
     first = value(0) if callable(value) else value
     if isinstance(first, Tracer):
         return
@@ -58,5 +60,14 @@ def positive(name: str, value: Any, *, zero: bool = True) -> None:
 
 
 def at(value: Scheduled, step: Array, dtype: Any = None) -> Array:
-    """The value of a number or schedule at `step`."""
-    return jnp.asarray(value(step) if callable(value) else value, dtype)
+    """The value of a number or schedule at `step`; NaN, which stops a run, where it is negative."""
+    if not callable(value):
+        return jnp.asarray(value, dtype)
+    now = jnp.asarray(value(step), dtype)
+    return jnp.where(now >= 0, now, jnp.nan)
+
+
+def whole(name: str, value: Any, least: int) -> None:
+    """Refuse what is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise OptionError(f"{name} is {value!r}; expected a whole number >= {least}")

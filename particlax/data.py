@@ -12,7 +12,7 @@ from particlax.errors import DataError
 
 __all__ = ["Minibatches"]
 
-ROUNDS = 6
+ROUNDS, SMALL = 6, 256
 
 
 class Minibatches(Part):
@@ -78,9 +78,13 @@ def permuted(key: Key[Array, ""], position: Int[Array, " n"], num: int) -> Int[A
     A balanced Feistel network permutes the smallest square 2^2b >= num; numbers that land outside are sent
     through again until they fall inside (cycle walking), which leaves a permutation of 0..num-1.
 
+    (Small sets are permuted as a whole: so few bits would leave it visibly uneven.)
+
     >>> sorted(permuted(jax.random.key(0), jnp.arange(10), 10).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
+    if num <= SMALL:
+        return jax.random.permutation(key, num)[position].astype(jnp.int32)
     half = max(1, -(-max(num - 1, 1).bit_length() // 2))
     mask = jnp.uint32((1 << half) - 1)
     round_keys = jax.random.bits(key, (ROUNDS,), jnp.uint32)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from particlax import pairwise
-from particlax.checks import Part, Scheduled, at, number, positive
-from particlax.errors import OptionError, ParticleError, expect, one_of
+from particlax.checks import Part, Scheduled, at, number, positive, whole
+from particlax.errors import ParticleError, expect, one_of
 from particlax.kernels import RBF, Bandwidth, Kernel, Median, as_bandwidth, check_distinct
 from particlax.particles import dimension, flatten, num_particles
 from particlax.terms import Cloud, Term, Velocity, scale
@@ -70,6 +70,7 @@ class Force(Term):
         """-grad log mu at the particles, and the new memory."""
 
     def check(self, particles: PyTree) -> None:
+        expect("calibrate", self.calibrate, bool, "calibrate=True")
         num, dim = num_particles(particles), dimension(particles)
         if self.calibrate and num <= dim:
             raise ParticleError(
@@ -196,11 +197,11 @@ class FixedScale(Coupling):
     0.5
     """
 
-    gamma: float = 1.0
+    gamma: float = eqx.field(converter=number, default=1.0)
     lam: Bandwidth = eqx.field(converter=as_bandwidth, default=Median())
 
     def __check_init__(self) -> None:
-        positive("gamma", self.gamma)
+        positive("gamma", self.gamma, schedule=False)
 
     def check(self, particles: PyTree) -> None:
         self.lam.check(particles)
@@ -221,8 +222,8 @@ class Sinkhorn(Coupling):
     Solved in the log domain to `tolerance` (largest relative error of a row sum) or `iterations`, and
     warm-started from the previous step's log u, log v. `derivative` says what the force descends:
     "fixed" holds u, v (the paper's eq. 21 with M P in place of gamma exp): 2 M P (1 - r2/lam)(x_i - y_j);
-    "envelope" is minus the true gradient of the regularised cost: -2 M P (x_i - y_j), a pure pull to
-    the barycentric projection.
+    "envelope" is minus M times the true gradient of the regularised cost: -2 M P (x_i - y_j), a pure pull
+    to the barycentric projection.
 
     >>> Sinkhorn(lam=1.0, derivative="envelope").derivative
     'envelope'
@@ -231,13 +232,12 @@ class Sinkhorn(Coupling):
     lam: Bandwidth = eqx.field(converter=as_bandwidth, default=Median())
     derivative: str = "fixed"
     iterations: int = 100
-    tolerance: float = 1e-4
+    tolerance: float = eqx.field(converter=number, default=1e-4)
 
     def __check_init__(self) -> None:
         one_of("Sinkhorn derivative", self.derivative, ("fixed", "envelope"))
-        positive("tolerance", self.tolerance)
-        if self.iterations < 1:
-            raise OptionError(f"Sinkhorn got iterations={self.iterations}; expected at least 1")
+        positive("tolerance", self.tolerance, schedule=False)
+        whole("Sinkhorn iterations", self.iterations, 1)
 
     def check(self, particles: PyTree) -> None:
         self.lam.check(particles)
@@ -287,6 +287,8 @@ class Transport(Force):
     y are the particles at the start of the JKO step, which lasts `inner` steps. The paper prints eq. 21
     with a minus sign before the sum; descending it as its text says (repulsion when near, attraction
     when far) is t_i = sum_j 2 gamma (1 - r2/lam) exp(-r2/lam) (x_i - y_j).
+
+    Without calibration it does not balance the drift: expect a cloud that is far too narrow (docs/theory.md).
     """
 
     weight: Scheduled = eqx.field(converter=number, default=1.0)
@@ -297,8 +299,7 @@ class Transport(Force):
     def __check_init__(self) -> None:
         positive("Transport weight", self.weight)
         expect("coupling", self.coupling, Coupling, "px.diffusions.FixedScale(gamma=0.1)")
-        if self.inner < 1:
-            raise OptionError(f"Transport got inner={self.inner}; expected at least 1 inner step")
+        whole("Transport inner", self.inner, 1)
 
     def check(self, particles: PyTree) -> None:
         Force.check(self, particles)

@@ -33,7 +33,8 @@ class Info(eqx.Module):
     log_density: Float[Array, " M"]
     score: PyTree[Float[Array, "M ..."]]
     forces: dict[str, Float[Array, ""]]
-    """Root mean square of each term's drift over the cloud: the balance of attraction and repulsion."""
+    """Root mean squared norm of each term's drift over the cloud, in the metric's coordinates: the balance of
+    attraction and repulsion."""
 
 
 class Flow(eqx.Module):

@@ -80,7 +80,13 @@ class Optax(Integrator):
         self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
     ) -> tuple[PyTree, PyTree]:
         descent = jax.tree.map(jnp.negative, velocity.drift)
-        updates, memory = self.optimizer.update(descent, memory, particles)
+        try:
+            updates, memory = self.optimizer.update(descent, memory, particles)
+        except TypeError as error:
+            raise OptionError(
+                f"the optimizer asks for more than gradients ({error}); a flow has no loss value to line-search "
+                "on. Use one that needs gradients alone, such as optax.adam(0.05)"
+            ) from error
         return optax.apply_updates(particles, updates), memory  # pyright: ignore
 
 
@@ -88,36 +94,39 @@ class RMS(Integrator):
     """x += eps G drift + sqrt(eps G) noise with G = 1 / (epsilon + sqrt V), V an average of drift^2.
 
     RMSprop's preconditioner on the drift and its square root on the noise: with `Langevin` this is pSGLD
-    (Li et al. 2016). Its correction for the change of G with x is left out, as is usual.
+    (Li et al. 2016), with V from the whole drift where they take the mean gradient over the batch: their step
+    is N times this one. The correction for the change of G with x is left out, as is usual.
     """
 
     step_size: Scheduled = eqx.field(converter=number)
-    decay: float = 0.99
-    epsilon: float = 1e-5
+    decay: float = eqx.field(converter=number, default=0.99)
+    epsilon: float = eqx.field(converter=number, default=1e-5)
     elementwise: ClassVar[bool] = True
 
     def __check_init__(self) -> None:
         positive("step_size", self.step_size)
-        positive("epsilon", self.epsilon)
+        positive("epsilon", self.epsilon, schedule=False)
         if not 0 <= self.decay < 1:
             raise OptionError(f"decay is {self.decay}; expected a number in [0, 1)")
 
     def init(self, particles: PyTree) -> PyTree:
-        return jax.tree.map(jnp.zeros_like, particles)
+        return {"mean_square": jax.tree.map(jnp.zeros_like, particles)}
 
     def step(
         self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
     ) -> tuple[PyTree, PyTree]:
         eps = at(self.step_size, step)
-        memory = jax.tree.map(
-            lambda v, g: self.decay * v + (1 - self.decay) * g * g, memory, velocity.drift
+        square = jax.tree.map(
+            lambda v, g: self.decay * v + (1 - self.decay) * g * g,
+            memory["mean_square"],
+            velocity.drift,
         )
-        gain = jax.tree.map(lambda v: eps.astype(v.dtype) / (self.epsilon + jnp.sqrt(v)), memory)
+        gain = jax.tree.map(lambda v: eps.astype(v.dtype) / (self.epsilon + jnp.sqrt(v)), square)
         drift = jax.tree.map(jnp.multiply, gain, velocity.drift)
         noise = None
         if velocity.noise is not None:
             noise = jax.tree.map(lambda g, n: jnp.sqrt(g) * n, gain, velocity.noise)
-        return add(particles, drift, noise), memory
+        return add(particles, drift, noise), {"mean_square": square}
 
 
 class Momentum(Integrator):
@@ -131,24 +140,24 @@ class Momentum(Integrator):
     """
 
     step_size: Scheduled = eqx.field(converter=number)
-    friction: float = 1.0
+    friction: float = eqx.field(converter=number, default=1.0)
 
     def __check_init__(self) -> None:
         positive("step_size", self.step_size)
-        positive("friction", self.friction, zero=False)
+        positive("friction", self.friction, zero=False, schedule=False)
 
     def init(self, particles: PyTree) -> PyTree:
-        return jax.tree.map(jnp.zeros_like, particles)
+        return {"momentum": jax.tree.map(jnp.zeros_like, particles)}
 
     def step(
         self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
     ) -> tuple[PyTree, PyTree]:
         eps = at(self.step_size, step)
         decay = jnp.exp(-self.friction * eps)
-        kicked = add(memory, scale(eps, velocity.drift))
+        kicked = add(memory["momentum"], scale(eps, velocity.drift))
         halfway = add(particles, scale(eps / 2, kicked))
         fresh: Any = None
         if velocity.noise is not None:
             fresh = scale(jnp.sqrt((1 - decay**2) / 2), velocity.noise)
         slowed = add(scale(decay, kicked), fresh)
-        return add(halfway, scale(eps / 2, slowed)), slowed
+        return add(halfway, scale(eps / 2, slowed)), {"momentum": slowed}

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from particlax import pairwise
-from particlax.checks import Part, number, positive
+from particlax.checks import Part, number, positive, whole
 from particlax.errors import OptionError, ParticleError, expect
 from particlax.particles import all_equal, flatten, num_particles
 
@@ -72,7 +72,7 @@ class Fixed(Bandwidth):
     h: float = eqx.field(converter=number)
 
     def __check_init__(self) -> None:
-        positive("bandwidth", self.h, zero=False)
+        positive("bandwidth", self.h, zero=False, schedule=False)
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
         dtype = jnp.promote_types(jnp.result_type(*jax.tree.leaves(x)), jnp.float32)
@@ -94,8 +94,8 @@ def _subsample(x: PyTree, size: int | None) -> PyTree:
 
 
 def _check_subsample(size: int | None) -> None:
-    if size is not None and (not isinstance(size, int) or size < 2):
-        raise OptionError(f"subsample is {size!r}; expected a whole number >= 2, or None for all")
+    if size is not None:
+        whole("subsample", size, 2)
 
 
 class Median(Bandwidth):
@@ -113,7 +113,7 @@ class Median(Bandwidth):
     subsample: int | None = SUBSAMPLE
 
     def __check_init__(self) -> None:
-        positive("scale", self.scale, zero=False)
+        positive("scale", self.scale, zero=False, schedule=False)
         _check_subsample(self.subsample)
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
@@ -135,7 +135,7 @@ class ReferenceMedian(Bandwidth):
     subsample: int | None = SUBSAMPLE
 
     def __check_init__(self) -> None:
-        positive("scale", self.scale, zero=False)
+        positive("scale", self.scale, zero=False, schedule=False)
         _check_subsample(self.subsample)
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
@@ -265,7 +265,7 @@ class IMQ(Kernel):
     power: float = eqx.field(converter=number, default=0.5)
 
     def __check_init__(self) -> None:
-        positive("power", self.power, zero=False)
+        positive("power", self.power, zero=False, schedule=False)
 
     def profile(self, a: Float[Array, "..."]) -> Float[Array, "..."]:
         return jnp.exp(-self.power * jnp.log1p(a))

@@ -10,12 +10,13 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax.checks import Part
 from particlax.errors import ParticleError
-from particlax.pairwise import matmul, wide
-from particlax.particles import all_equal, dimension, flatten, num_particles
+from particlax.pairwise import matmul, reduce_rows, wide
+from particlax.particles import dimension, flatten, num_particles
 from particlax.terms import Frame, scale
 
 __all__ = ["Diagonal", "Ensemble", "Identity", "Metric"]
@@ -100,7 +101,13 @@ class _Whitened(Frame):
     def normal(self, key: Key[Array, ""], z: Float[Array, "M D"]) -> Float[Array, "M D"]:
         """(1/sqrt M) sum_j z_j W_ij: standard normal in law and, unlike L W, moving with the cloud."""
         num = len(z)
-        return matmul(jax.random.normal(key, (num, num), z.dtype), z) / math.sqrt(num)
+
+        def strip(rows: Array) -> Array:
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+            normals = jax.vmap(lambda k: jax.random.normal(k, (num,), z.dtype))(keys)
+            return matmul(normals, z) / math.sqrt(num)
+
+        return reduce_rows(strip, jnp.arange(num), num)
 
     def correction(self, z: Float[Array, "M D"]) -> Float[Array, "M D"]:
         return (z.shape[1] + 1) / len(z) * z
@@ -109,7 +116,8 @@ class _Whitened(Frame):
 class Ensemble(Metric):
     """D = the covariance of the cloud (1/M normalisation): the flow is affine invariant.
 
-    Running on A x + b gives A times the result plus b, so ill-conditioned targets need no tuning. Noise is
+    Running on A x + b gives A times the result plus b, so once the cloud has the target's shape, one step size
+    of order 0.1 suits every conditioning. (A start much wider than the target needs smaller steps.) Noise is
     D^1/2 dW = (1/sqrt M) sum_j (x_j - m) dW_ij, and its finite-M correction is div D = (D + 1)/M (x_i - m)
     (Garbuno-Inigo, Nüsken & Reich 2020). Needs M > D + 1.
 
@@ -140,8 +148,11 @@ def _spread(particles: PyTree, name: str, needed: int) -> None:
             f"the {name} metric needs at least {needed} particles for D = {dimension(particles)} but "
             f"there are {num}; give more particles, or use the Diagonal or Identity metric"
         )
-    if all_equal(particles):
-        raise ParticleError(
-            f"all {num} particles are equal, so the {name} metric is zero and nothing would move; expected "
-            "a spread cloud, for instance px.particles.normal(key, M, like=point)"
-        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(particles):
+        if not isinstance(leaf, Tracer) and bool(jnp.any(jnp.all(leaf == leaf[:1], axis=0))):
+            where = f"leaf {jax.tree_util.keystr(path)}" if path else "the array"
+            raise ParticleError(
+                f"a coordinate of {where} is equal in all {num} particles, so the {name} metric is zero there "
+                "and it would never move; expected a spread in every coordinate, for instance "
+                "px.particles.normal(key, M, like=point)"
+            )

@@ -198,69 +198,79 @@ def logsumexp(
 def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) -> Float[Array, ""]:
     """Exact squared median distance over distinct pairs, by bisection on the floats' bits.
 
-    No sort: 31 counting passes (63 in float64; twice that when the matrix is too large to keep). `itself` counts all M^2 entries with the zero diagonal, as the reference SVGD
-    code does; `of_squares` averages the two middle squares of an even number, and not the distances.
+    No sort: 31 counting passes (63 in float64; twice that when the matrix is too large to keep).
+    `itself` counts all M^2 entries with the zero diagonal, as the reference SVGD code does;
+    `of_squares` averages the two middle squares of an even number, and not the distances.
     """
     xs, _, _ = _centred(x, x)
-    num = xs[0].shape[0]
+    num, dtype = xs[0].shape[0], xs[0].dtype
     if num > 46340:
         raise OptionError(
             f"the exact median over {num} particles needs more pairs than a 32-bit count holds; "
             "take a median over a subsample, for instance Median(subsample=512)"
         )
-    index = jnp.arange(num, dtype=jnp.int32)
-    integer = jnp.int64 if xs[0].dtype == jnp.float64 else jnp.int32
-    top = jnp.iinfo(integer).max
-
-    def entries(part: Any) -> Array:
-        """Squared distances as ordered integers, the diagonal at zero or out of the way."""
-        rows, own = part
-        diagonal = own[:, None] == index[None, :]
-        bits = lax.bitcast_convert_type(_sqdist(rows, xs), integer)
-        return jnp.where(diagonal, 0 if itself else top, bits)
-
-    # A matrix that is one strip is kept; a larger one is made again, strip by strip, on each pass.
-    small = num * num <= _strip_elements()
-    whole = lax.optimization_barrier(entries((xs, index))) if small else None
-
-    def count(bits: Array) -> Array:
-        ones = jnp.ones(num, jnp.float32)  # counting by matvec is over twice as fast as by a sum
-
-        def strip(part: Any) -> Array:
-            return (entries(part) <= bits).astype(jnp.float32) @ ones
-
-        if whole is not None:
-            rows = (whole <= bits).astype(jnp.float32) @ ones
-        else:
-            rows = reduce_rows(strip, (xs, index), num)
-        return jnp.sum(rows.astype(jnp.int32))
-
     pairs = num * num if itself else num * (num - 1)
-    middle_rank, even = (pairs + 1) // 2, pairs % 2 == 0
-    passes = jnp.iinfo(integer).bits - 1
+    rank, even = (pairs + 1) // 2, pairs % 2 == 0
+    if num * num <= _strip_elements():
+        # The barrier keeps one rounding of the distances for the loop and for the pass after it.
+        whole = lax.optimization_barrier(_ordered(xs, xs, jnp.arange(num), itself))
+        lower = upper = _bisect(lambda bits: _count(whole, bits), [rank], whole.dtype)[0]
+        if even:
+            above = jnp.min(jnp.where(whole <= lower, jnp.iinfo(whole.dtype).max, whole))
+            upper = jnp.where(_count(whole, lower) > rank, lower, above)
+    else:
 
-    def halve(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Bisect for the middle entry and then, in an even number, for the one after it.
+        def count(bits: Array) -> Array:
+            def strip(part: Any) -> Array:
+                return _row_counts(_ordered(part[0], xs, part[1], itself), bits)
 
-        Both by this one loop body, so that recomputed distances round in the same way.
-        """
-        low, high, found = carry
-        again = i == passes
-        found = jnp.where(again, low, found)
-        high = jnp.where(again, top - 1, high)
-        middle = low + (high - low) // 2
-        enough = count(middle) >= middle_rank + (i >= passes)
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high), found
+            rows = reduce_rows(strip, (xs, jnp.arange(num)), num)
+            return jnp.sum(rows.astype(jnp.int32))
 
-    start = (jnp.zeros((), integer), jnp.array(top - 1, integer), jnp.zeros((), integer))
-    turns = 2 * passes if even and whole is None else passes
-    last, _, found = lax.fori_loop(0, turns, halve, start)
-    lower_bits = found if turns > passes else last
-    upper_bits = last
-    if even and whole is not None:
-        above = jnp.min(jnp.where(whole <= last, top, whole))
-        upper_bits = jnp.where(count(last) > middle_rank, last, above)
-    lower, upper = (lax.bitcast_convert_type(b, xs[0].dtype) for b in (lower_bits, upper_bits))
+        ranks = [rank, rank + 1] if even else [rank, rank]
+        lower, upper = _bisect(count, ranks, _integer(dtype))
+    lower, upper = (lax.bitcast_convert_type(bits, dtype) for bits in (lower, upper))
     if of_squares:
         return (lower + upper) / 2
     return ((jnp.sqrt(lower) + jnp.sqrt(upper)) / 2) ** 2
+
+
+def _integer(dtype: Any) -> Any:
+    return jnp.int64 if dtype == jnp.float64 else jnp.int32
+
+
+def _ordered(rows: Blocks, xs: Blocks, own: Array, itself: bool) -> Array:
+    """Squared distances as integers of the same order, the diagonal at zero or out of the way."""
+    bits = lax.bitcast_convert_type(_sqdist(rows, xs), _integer(xs[0].dtype))
+    diagonal = own[:, None] == jnp.arange(len(xs[0]))[None, :]
+    return jnp.where(diagonal, 0 if itself else jnp.iinfo(bits.dtype).max, bits)
+
+
+def _row_counts(entries: Array, bits: Array) -> Array:
+    """How many entries of each row are <= bits; by matvec, over twice as fast as by a sum."""
+    return (entries <= bits).astype(jnp.float32) @ jnp.ones(entries.shape[1], jnp.float32)
+
+
+def _count(entries: Array, bits: Array) -> Array:
+    return jnp.sum(_row_counts(entries, bits).astype(jnp.int32))
+
+
+def _bisect(count: Callable[[Array], Array], ranks: list[int], dtype: Any) -> list[Array]:
+    """The smallest integers that at least `rank` entries do not exceed, for one or two ranks.
+
+    Both by one loop body, so that distances that `count` computes anew round in the same way.
+    """
+    passes, top = jnp.iinfo(dtype).bits - 1, jnp.iinfo(dtype).max - 1
+    wanted = jnp.array(ranks, jnp.int32)
+
+    def halve(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        low, high, first = carry
+        again = i == passes
+        first, high = jnp.where(again, low, first), jnp.where(again, top, high)
+        middle = low + (high - low) // 2
+        enough = count(middle) >= wanted[i // passes]
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high), first
+
+    start = (jnp.zeros((), dtype), jnp.array(top, dtype), jnp.zeros((), dtype))
+    last, _, first = lax.fori_loop(0, passes * len(ranks), halve, start)
+    return [last] if len(ranks) == 1 else [first, last]

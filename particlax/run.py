@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from particlax.checks import whole
 from particlax.data import Minibatches
 from particlax.errors import DataError, NonFiniteError, OptionError, expect, known_options
 from particlax.flow import Flow, Info, State
@@ -75,7 +76,7 @@ def run(
     key: Key[Array, ""],
     data: PyTree | Minibatches = None,
     thin: int | None = None,
-    observers: Sequence[Callable[[Snapshot], Any]] = (),
+    observers: Callable[[Snapshot], Any] | Sequence[Callable[[Snapshot], Any]] = (),
     observe_every: int | None = None,
     progress: bool = True,
 ) -> Result:
@@ -94,16 +95,20 @@ def run(
     >>> result.history.particles.shape
     (10, 5, 2)
     """
-    for name, value in (("steps", steps), ("thin", thin), ("observe_every", observe_every)):
-        _whole(name, value, least=0 if name == "steps" else 1)
+    whole("steps", steps, 0)
+    for name, value in (("thin", thin), ("observe_every", observe_every)):
+        if value is not None:
+            whole(name, value, 1)
+    watching = [observers] if callable(observers) else list(observers)
     expect("flow", flow, Flow, "px.svgd(target, optimizer=optax.adam(0.05))")
     key = _checked_key(key)
     state = _resumed(flow, particles) if isinstance(particles, State) else flow.init(particles)
     batches = _checked_data(flow, data)
-    fixed = (flow, batches, key, jax.random.fold_in(key, 0x6461))  # noise, batches: own streams
+    # Noise is folded from the key by step number; batches have the stream of a step never reached.
+    fixed = (flow, batches, key, jax.random.fold_in(key, 2**31 - 1))
     began, first, stopped = time.perf_counter(), int(state.step), False
     log_density: Array = jnp.full(num_particles(state.particles), jnp.nan)
-    pace, keeper = _Pace(steps, observe_every if observers else None), _Keeper(state, thin, steps)
+    pace, keeper = _Pace(steps, observe_every if watching else None), _Keeper(state, thin, steps)
     with _Bar(steps, progress) as bar:
         while pace.done < steps and not stopped:
             size = min(pace.next(), keeper.room(int(state.step)))
@@ -113,7 +118,7 @@ def run(
             seconds = time.perf_counter() - began
             bar.update(pace.done, seconds, log_density)
             if pace.due():
-                stopped = _observe(observers, state, log_density, first + steps, seconds)
+                stopped = _observe(watching, state, log_density, first + steps, seconds)
     return Result(state, log_density, keeper.history(), time.perf_counter() - began, stopped)
 
 
@@ -159,7 +164,10 @@ class _Keeper:
     def __init__(self, state: State, thin: int | None, steps: int):
         cloud = sum(leaf.nbytes for leaf in jax.tree.leaves(state.particles))
         self.thin = thin or 0
-        self.rows = max(1, min(HISTORY_BYTES // max(cloud, 1), -(-steps // thin))) if thin else 0
+        self.rows = 0
+        if thin:  # powers of two: few sizes, few compilations
+            wanted, room = max(1, -(-steps // thin)), max(1, HISTORY_BYTES // max(cloud, 1))
+            self.rows = 1 << min((wanted - 1).bit_length(), room.bit_length() - 1)
         self.steps: list[np.ndarray] = []
         self.clouds: list[PyTree] = []
         self.like = state.particles if thin else None
@@ -245,8 +253,7 @@ def _chunk(fixed: Any, state: State, size: Array, thin: Array, rows: int) -> Any
 
 
 def _bad_value(log_density: Array) -> Array:
-    """NaN or +infinity; -infinity is a particle outside the support, which its score may survive."""
-    return jnp.isnan(log_density) | (log_density == jnp.inf)
+    return ~jnp.isfinite(log_density)
 
 
 def _bad_particles(tree: PyTree) -> Array:
@@ -299,9 +306,12 @@ def _failure(fixed: Any, before: State, size: int) -> NonFiniteError:
     bad = np.flatnonzero(np.asarray(flags[cause])).tolist()
     listed = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")
     what, remedy = (
-        ("the log density is NaN or +inf", "Check the log density there"),
+        ("the log density is NaN or infinite", "Check the log density there"),
         ("the score is not finite", "Check the gradient of the log density there"),
-        ("the move is not finite", "Try a smaller step size or smaller weights"),
+        (
+            "the move is not finite",
+            "Try a smaller step size, and check that no schedule turns negative",
+        ),
     )[cause]
     if cause < 2 and step > 0:
         remedy += ", or try a smaller step size if the particles have run away"
@@ -331,19 +341,17 @@ def _checked_key(key: Any) -> Array:
 def _resumed(flow: Flow, state: State) -> State:
     """A copy of an earlier state, if it is one of this flow."""
     wanted = jax.eval_shape(flow.init, state.particles)
-    if jax.tree.structure(wanted) != jax.tree.structure(state):
+    same = jax.tree.structure(wanted) == jax.tree.structure(state)
+    if not same or any(
+        (a.shape, a.dtype) != (b.shape, b.dtype)
+        for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(state), strict=True)
+    ):
         raise OptionError(
-            "the state to go on from has other parts than this flow's: it comes from a flow with another "
-            "integrator or other terms. Go on with the same flow, or start anew from state.particles"
+            "the state to go on from has other parts or shapes than this flow's: it comes from a flow with "
+            "another integrator, other terms or other particles. Go on with the same flow, or start anew from "
+            "state.particles"
         )
     return _copy(state)
-
-
-def _whole(name: str, value: Any, least: int) -> None:
-    if value is None and name != "steps":
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise OptionError(f"{name} is {value!r}; expected a whole number >= {least}")
 
 
 def _checked_data(flow: Flow, data: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from particlax.errors import DataError, OptionError, TargetError, known_options
@@ -63,7 +64,9 @@ class Target(eqx.Module):
             if function is not None and not callable(function):
                 raise OptionError(f"{name} is {function!r}; expected a function of the parameters")
         if log_likelihood is not None and (
-            isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1
+            isinstance(num_data, bool)
+            or not isinstance(num_data, (int, np.integer))
+            or num_data < 1
         ):
             raise OptionError(
                 f"num_data is {num_data!r}; expected the number N of data as a positive int, for the "
@@ -72,7 +75,7 @@ class Target(eqx.Module):
         self.log_density = _opaque(log_density)
         self.log_prior = _opaque(log_prior)
         self.log_likelihood = _opaque(log_likelihood)
-        self.num_data = num_data
+        self.num_data = None if num_data is None else int(num_data)
 
     def __call__(self, params: PyTree, batch: PyTree = None) -> Float[Array, ""]:
         """The log density of one particle (an unbiased estimate of it, given a minibatch)."""
@@ -87,7 +90,7 @@ class Target(eqx.Module):
                 f"per datum, shape ({num},). Do not sum over the batch and do not scale by N / n: "
                 "Target does both"
             )
-        prior = _scalar("log_prior", self.log_prior(params))
+        prior = _scalar("log_prior", self.log_prior(params) + 0.0)  # a flat prior may return 0
         return prior + (self.num_data / num) * jnp.sum(terms)
 
     def score(

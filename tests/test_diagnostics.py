@@ -92,9 +92,32 @@ def test_wasserstein2_does_not_depend_on_the_order(x64):
     assert value < 1e-7
 
 
-def test_wasserstein2_of_unequal_sizes_is_sliced():
-    x, y = (jnp.asarray(ref.cloud(n, 3, seed=n)) for n in (20, 33))
-    assert diagnostics.wasserstein2(x, y) == float(diagnostics.sliced_wasserstein2(x, y))
+def test_wasserstein2_of_unequal_sizes_counts_points_by_their_mass():
+    x = ref.cloud(3, 2, seed=0)
+    twice = np.concatenate([x, x])
+    assert diagnostics.wasserstein2(jnp.asarray(x), jnp.asarray(twice)) == 0
+    y = ref.cloud(6, 2, seed=1)
+    expected = ref.wasserstein2(twice, y)
+    np.testing.assert_allclose(
+        diagnostics.wasserstein2(jnp.asarray(x), jnp.asarray(y)), expected, rtol=1e-6
+    )
+
+
+def test_sliced_wasserstein2_of_a_set_and_its_copies_is_zero():
+    x = jnp.array([[0.0], [1.0], [2.0], [9.0]])
+    assert float(diagnostics.sliced_wasserstein2(x, jnp.concatenate([x, x, x]))) == 0
+
+
+def test_sliced_wasserstein2_of_unequal_sizes_in_one_dimension_is_exact():
+    """{0, 1} against {0, 0, 3}: mass 1/6 moves by 1 and mass 1/3 by 2."""
+    x, y = jnp.array([[0.0], [1.0]]), jnp.array([[0.0], [0.0], [3.0]])
+    expected = np.sqrt(1 / 6 + 4 / 3)
+    np.testing.assert_allclose(diagnostics.sliced_wasserstein2(x, y), expected, rtol=1e-6)
+
+
+def test_sets_of_different_dimension_are_refused():
+    with pytest.raises(ParticleError, match="D = 2 and D = 3"):
+        diagnostics.wasserstein2(jnp.zeros((4, 2)), jnp.zeros((4, 3)))
 
 
 def test_wasserstein2_of_large_sets_is_sliced(monkeypatch):

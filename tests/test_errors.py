@@ -400,10 +400,12 @@ def makers(t):
 @pytest.mark.parametrize("value", WRONG, ids=lambda v: "schedule" if callable(v) else str(v))
 @pytest.mark.parametrize("what", ["step_size", "weight", "gamma", "friction"])
 def test_steps_and_weights_out_of_range(target, what, value):
-    number = float(value(0)) if callable(value) else float(value)
-    words = [what, str(number), "expected a finite number"]
-    if callable(value):
-        words.append("schedule")
+    if callable(value) and what in ("gamma", "friction"):
+        words = [what, "expected a number", "no schedule"]
+    else:
+        number = float(value(0)) if callable(value) else float(value)
+        words = [what, str(number), "expected a finite number"]
+        words += ["schedule"] if callable(value) else []
     for make in makers(target)[what]:
         with raises(E.OptionError, *words):
             make(value)
@@ -564,8 +566,8 @@ def test_bad_thin_and_observe_every(flow, name, value):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: px.diffusions.Sinkhorn(iterations=0), ("iterations=0", "at least 1")),
-        (lambda: px.diffusions.Transport(inner=0), ("inner=0", "at least 1")),
+        (lambda: px.diffusions.Sinkhorn(iterations=0), ("iterations is 0", ">= 1")),
+        (lambda: px.diffusions.Transport(inner=0), ("inner is 0", ">= 1")),
         (lambda: px.kernels.Mixture(scales=()), ("no scales", "at least one")),
         (lambda: px.kernels.Mixture(scales=(1.0, -1.0)), ("scale", "-1.0", "> 0")),
         (lambda: px.kernels.IMQ(power=0.0), ("power", "0.0", "> 0")),
@@ -600,7 +602,7 @@ def fails_at(flow, state, most=200):
         before = int(state.step)
         state, info = step(KEY, state)
         value = np.asarray(info.log_density)
-        values = np.isnan(value) | np.isposinf(value)
+        values = ~np.isfinite(value)
         scores = ~np.isfinite(np.asarray(info.score)).all(1)
         moves = ~np.isfinite(np.asarray(state.particles)).all(1)
         if (values | moves).any():
@@ -637,7 +639,7 @@ def test_value_becomes_nan():
     density = px.Target(lambda x: jnp.where(x[0] > 2.0, jnp.nan, x[0]))
     flow = px.Flow(density, (px.Drift(),), px.integrators.Euler(0.125))
     cloud = jnp.array([[0.0], [-1.0], [0.0]])
-    words = ("step 17", "NaN or +inf", "2 of 3", "(0, 2)", "Check the log density")
+    words = ("step 17", "NaN or infinite", "2 of 3", "(0, 2)", "Check the log density")
     with raises(E.NonFiniteError, *words) as it:
         go(flow, cloud, steps=100)
     check_failure(flow, cloud, it.value)
@@ -679,11 +681,39 @@ def test_many_bad_particles_are_cut_in_the_message():
     assert it.value.particles == list(range(50))
 
 
-def test_particles_outside_the_support_are_no_failure():
-    """-inf with a usable gradient is a valid log density."""
-    density = px.Target(lambda x: jnp.where(x[0] > 0, -jnp.inf, 0.0) - 0.5 * jnp.sum(x**2))
+def test_a_particle_that_leaves_the_support_stops_the_run():
+    density = px.Target(lambda x: jnp.where(x[0] > 2, -jnp.inf, x[0]))
     flow = px.Flow(density, (px.Drift(),), px.integrators.Euler(0.1))
-    assert np.isfinite(go(flow, some(), steps=10).particles).all()
+    with raises(E.NonFiniteError, "the log density is NaN or infinite", "1 of 2 particles") as it:
+        go(flow, jnp.array([[0.0], [-9.0]]), steps=100)
+    assert it.value.particles == [0]
+
+
+def test_a_schedule_that_turns_negative_stops_the_run(target):
+    flow = px.sgld(target, step_size=optax.linear_schedule(0.1, -0.1, 10))
+    with raises(E.NonFiniteError, "the move is not finite", "schedule") as it:
+        go(flow, some(), steps=100)
+    assert it.value.step == 6
+
+
+def test_a_state_of_another_flow_is_refused(target):
+    rms = px.sgld(target, integrator=px.integrators.RMS(0.01))
+    state = go(rms, some(), steps=3).state
+    with raises(E.OptionError, "another integrator", "state.particles"):
+        go(px.sghmc(target, step_size=0.1), state, steps=3)
+
+
+def test_an_optimizer_that_needs_the_loss_is_refused(target):
+    with raises(E.OptionError, "more than gradients", "optax.adam"):
+        go(px.svgd(target, optimizer=optax.lbfgs()), some(), steps=3)
+
+
+@pytest.mark.parametrize("metric", [px.metrics.Diagonal(), px.metrics.Ensemble()])
+def test_a_coordinate_without_spread_in_a_metric_of_the_cloud(metric):
+    cloud = {"a": some(8), "b": some(8).at[:, 1].set(5.0)}
+    density = px.Target(lambda p: -0.5 * jnp.sum(p["a"] ** 2) - 0.5 * jnp.sum(p["b"] ** 2))
+    with raises(E.ParticleError, "['b']", "equal in all 8", "px.particles.normal"):
+        px.sgld(density, step_size=0.1, metric=metric).init(cloud)
 
 
 def test_errors_leave_no_progress_bar_behind(capsys):

@@ -217,9 +217,9 @@ def test_momentum_has_exact_positions_on_a_gaussian(x64, eps):
         drift, noise = jnp.full((1, 1), -precision * x), jnp.full((1, 1), np.sqrt(2) * xi)
         velocity = Velocity(drift, noise)
         moved, memory = momentum.step(
-            jnp.full((1, 1), x), velocity, jnp.full((1, 1), q), jnp.int32(0)
+            jnp.full((1, 1), x), velocity, {"momentum": jnp.full((1, 1), q)}, jnp.int32(0)
         )
-        return np.array([float(moved[0, 0]), float(memory[0, 0])])
+        return np.array([float(moved[0, 0]), float(memory["momentum"][0, 0])])
 
     T = np.stack([move(1.0, 0.0, 0.0), move(0.0, 1.0, 0.0)], 1)
     n = move(0.0, 0.0, 1.0)

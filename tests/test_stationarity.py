@@ -102,13 +102,13 @@ def test_rms_keeps_the_variance_though_it_rescales_the_drift():
     np.testing.assert_allclose(np.diag(covariance) / [1.0, 100.0], 1, atol=0.1)
 
 
-@pytest.mark.parametrize("dim", [2, 10])
+@pytest.mark.parametrize("dim", [2, 10, 50])
 def test_pi_sgld_with_noise(dim):
     density = gaussian(dim)
     target = px.Target(density.log_density)
     flow = px.pi_sgld(target, stein=1.0, diffusion=Langevin(), step_size=0.02)
-    mean, covariance = long_run(flow, density, num=300, steps=6000, thin=20, burn=500)
-    assert relative(covariance, density.covariance) < 0.05
+    mean, covariance = long_run(flow, density, num=200, steps=5000, thin=20, burn=500)
+    assert relative(covariance, density.covariance) < (0.05 if dim < 50 else 0.08)
     close_mean(mean, density, 0.05)
 
 
@@ -162,16 +162,50 @@ def test_calibrated_forces_have_the_exact_mean_and_covariance_of_a_gaussian(x64,
 
 
 @pytest.mark.parametrize(
-    ("name", "low", "high"),
-    [("blob", 0.08, 0.20), ("gfsd", 0.03, 0.11), ("transport", 0.0, 0.01)],
+    ("name", "dim", "num", "low", "high"),
+    [
+        ("blob", 10, 64, 0.40, 0.56),
+        ("blob", 50, 100, 0.08, 0.20),
+        ("gfsd", 10, 64, 0.19, 0.32),
+        ("gfsd", 50, 100, 0.03, 0.11),
+        ("transport", 2, 100, 0.0, 0.01),
+        ("transport", 10, 64, 0.0, 0.01),
+        ("transport", 50, 100, 0.0, 0.01),
+        ("sinkhorn, fixed", 10, 64, 0.0, 0.01),
+    ],
 )
-def test_plain_forces_collapse_in_fifty_dimensions(x64, name, low, high):
-    density = gaussian(50)
+def test_plain_forces_keep_too_little_variance(x64, name, dim, num, low, high):
+    density = gaussian(dim)
     terms = (px.Drift(), FORCES[name](False))
     flow = px.Flow(px.Target(density.log_density), terms, Euler(0.05))
-    cloud = np.asarray(at_rest(flow, density, 100, 1500))
+    cloud = np.asarray(at_rest(flow, density, num, 1500))
     ratio = np.trace(np.cov(cloud.T, bias=True)) / np.trace(density.covariance)
     assert low <= ratio < high
+
+
+@pytest.mark.parametrize(
+    ("diffusion", "stein", "low", "high"),
+    [(Transport(), 1.0, 0.0, 0.1), (Transport(coupling=FixedScale(1e-4)), 1000.0, 0.80, 1.02)],
+    ids=["default", "held by phi"],
+)
+def test_pi_sgld_with_plain_transport_needs_a_strong_stein_term(diffusion, stein, low, high):
+    density = gaussian(2)
+    target = px.Target(density.log_density)
+    flow = px.pi_sgld(target, stein=stein, diffusion=diffusion, step_size=0.002)
+    cloud = np.asarray(at_rest(flow, density, 100, 6000))
+    ratio = np.trace(np.cov(cloud.T, bias=True)) / np.trace(density.covariance)
+    assert low <= ratio < high
+    close_mean(cloud.mean(0), density, 0.1)
+
+
+def test_svgd_in_ten_dimensions():
+    density = gaussian(10)
+    cloud = np.asarray(
+        at_rest(px.svgd(px.Target(density.log_density), step_size=1.0), density, 64, 8000)
+    )
+    ratio = np.trace(np.cov(cloud.T, bias=True)) / np.trace(density.covariance)
+    assert 0.33 < ratio < 0.45
+    close_mean(cloud.mean(0), density, 0.02)
 
 
 def test_svgd_keeps_a_tenth_of_the_variance_in_fifty_dimensions_and_the_alarm_says_so():
@@ -205,21 +239,31 @@ def test_deterministic_samplers_in_two_dimensions(make, low, high):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "high"),
     [
-        lambda t: px.svgd(t, step_size=0.5),
-        lambda t: px.w_sgld_b(t, step_size=0.02),
-        lambda t: px.w_sgld_b(t, calibrate=True, step_size=0.02),
-        lambda t: px.pi_sgld(t, diffusion=Blob(), step_size=0.02),
+        (lambda t: px.svgd(t, step_size=0.5), 1.05),
+        (lambda t: px.w_sgld_b(t, step_size=0.02), 1.05),
+        (lambda t: px.w_sgld_b(t, calibrate=True, step_size=0.02), 1.15),
+        (lambda t: px.w_sgld(t, calibrate=True, step_size=0.01), 1.15),
+        # the known limit of calibration: it over-disperses on skewed targets
+        (lambda t: px.Flow(t, (px.Drift(), GFSD(calibrate=True)), Euler(0.02)), 1.3),
+        (lambda t: px.pi_sgld(t, diffusion=Blob(), step_size=0.02), 1.05),
     ],
-    ids=["svgd", "w-sgld-b", "w-sgld-b, calibrated", "pi-sgld, blob"],
+    ids=[
+        "svgd",
+        "blob",
+        "blob, calibrated",
+        "transport, calibrated",
+        "gfsd, calibrated",
+        "pi-sgld",
+    ],
 )
-def test_deterministic_samplers_on_a_skewed_target(make):
+def test_deterministic_samplers_on_a_skewed_target(make, high):
     density = px.zoo.LogGamma(shape=1.0, dim=2)
     cloud = np.asarray(at_rest(make(px.Target(density.log_density)), density, 200, 3000))
     close_mean(cloud.mean(0), density, 0.1)
     ratio = np.trace(np.cov(cloud.T, bias=True)) / np.trace(density.covariance)
-    assert 0.7 < ratio < 1.15
+    assert 0.7 < ratio < high
 
 
 def test_momentum_comes_to_rest_where_the_first_order_flow_does(x64):
