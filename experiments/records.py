@@ -23,7 +23,7 @@ def record(experiment: str, config: dict, seed: int, metrics: dict, seconds: flo
         "seed": seed,
         "metrics": _plain(metrics),
         "seconds": round(seconds, 3),
-        "revision": revision(),
+        "revision": REVISION,
         "versions": {"particlax": particlax.__version__, "jax": jax.__version__},
         "device": f"{device.platform}: {device.device_kind}",
     }
@@ -44,6 +44,9 @@ def revision() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+REVISION = revision()  # once, at the start: the tree may change while an experiment runs
 
 
 def write(path: Path, records: list[dict]) -> None:
