@@ -33,7 +33,7 @@ def to_arviz(particles: PyTree, history: PyTree = None) -> Any:
 
     posterior: dict = {_variable(path): draws(leaf) for path, leaf in leaves}
     with warnings.catch_warnings():  # more chains than draws is the usual case here
-        warnings.filterwarnings("ignore", "More chains", UserWarning)
+        warnings.filterwarnings("ignore", "More chains|Found chain dimension", UserWarning)
         if int(arviz.__version__.split(".")[0]) >= 1:
             return arviz.from_dict({"posterior": posterior})
         return arviz.from_dict(posterior=posterior)
