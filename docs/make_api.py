@@ -32,6 +32,11 @@ LAYERS = [
     "run",
     "zoo",
     "diagnostics",
+    "modes",
+    "evidence",
+    "moves",
+    "phases",
+    "sample",
     "plots",
 ]
 

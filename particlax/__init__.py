@@ -16,6 +16,7 @@ from particlax.algorithms import pi_sgld, sghmc, sgld, svgd, w_sgld, w_sgld_b
 from particlax.data import Minibatches
 from particlax.flow import Flow, Info, State
 from particlax.run import Result, run
+from particlax.sample import Sample, sample
 from particlax.target import Target
 from particlax.terms import Drift, Stein
 
@@ -27,6 +28,7 @@ __all__ = [
     "Info",
     "Minibatches",
     "Result",
+    "Sample",
     "State",
     "Stein",
     "Target",
@@ -40,6 +42,7 @@ __all__ = [
     "pi_sgld",
     "plots",
     "run",
+    "sample",
     "schedules",
     "sghmc",
     "sgld",

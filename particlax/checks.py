@@ -71,3 +71,13 @@ def whole(name: str, value: Any, least: int) -> None:
     """Refuse what is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise OptionError(f"{name} is {value!r}; expected a whole number >= {least}")
+
+
+def as_key(key: Any) -> Array:
+    """One JAX key, new or old style, as a typed key."""
+    if isinstance(key, (jax.Array, np.ndarray)):
+        if key.shape == () and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            return jnp.asarray(key)
+        if key.shape == (2,) and key.dtype == jnp.uint32:  # jax.random.PRNGKey
+            return jax.random.wrap_key_data(jnp.asarray(key))
+    raise OptionError(f"key is {key!r}; expected one JAX key, for instance jax.random.key(0)")

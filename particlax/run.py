@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from particlax.checks import whole
+from particlax.checks import as_key, whole
 from particlax.data import Minibatches
 from particlax.errors import DataError, NonFiniteError, OptionError, expect, known_options
 from particlax.flow import Flow, Info, State
@@ -101,7 +101,7 @@ def run(
             whole(name, value, 1)
     watching = [observers] if callable(observers) else list(observers)
     expect("flow", flow, Flow, "px.svgd(target, optimizer=optax.adam(0.05))")
-    key = _checked_key(key)
+    key = as_key(key)
     state = _resumed(flow, particles) if isinstance(particles, State) else flow.init(particles)
     batches = _checked_data(flow, data)
     # Noise is folded from the key by step number; batches have the stream of a step never reached.
@@ -327,15 +327,6 @@ def _failure(fixed: Any, before: State, size: int) -> NonFiniteError:
 
 def _copy(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
-
-
-def _checked_key(key: Any) -> Array:
-    if isinstance(key, (jax.Array, np.ndarray)):
-        if key.shape == () and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            return jnp.asarray(key)
-        if key.shape == (2,) and key.dtype == jnp.uint32:  # jax.random.PRNGKey
-            return jax.random.wrap_key_data(jnp.asarray(key))
-    raise OptionError(f"key is {key!r}; expected one JAX key, for instance jax.random.key(0)")
 
 
 def _resumed(flow: Flow, state: State) -> State:

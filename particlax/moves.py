@@ -1,0 +1,214 @@
+"""Metropolis-adjusted moves of a whole ensemble: what `px.sample` is made of.
+
+A trajectory is Hamiltonian dynamics in the ensemble's metric, the drift and the noise of the recipe at
+second order: momentum p ~ N(0, I), then leapfrog steps in z = L^-1 (x - m), where L L^T is the covariance
+of the cloud, then Metropolis' test, which removes the discretisation error. A hop proposes a draw
+of a mixture fitted to the cloud, so that particles change modes with the right odds.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from particlax.pairwise import matmul
+from particlax.target import Target
+
+__all__ = ["Density", "Mixture", "Trace", "Tuning", "Walkers", "hop", "window"]
+
+SNAPSHOTS = 16
+"""Clouds kept in one window."""
+ACCEPTANCE = 0.8
+"""The acceptance rate that step sizes are tuned to."""
+JITTER = 0.5
+"""Steps are drawn uniformly between this share of the tuned one and the whole: no resonances."""
+CAREFUL = 0.2
+"""Share of the trajectories, and the factor of their steps, that are for narrow places such as funnels' necks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Density:
+    """A log density on flat vectors; hashable, so that one compilation serves every call."""
+
+    target: Target
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, target: Target, point: PyTree) -> "Density":
+        """The density of points with the structure of `point`."""
+        leaves, structure = jax.tree.flatten(point)
+        shapes = tuple(tuple(np.shape(leaf)) for leaf in leaves)
+        return cls(target, structure, shapes, tuple(np.dtype(leaf.dtype) for leaf in leaves))
+
+    def unflatten(self, flat: Any) -> PyTree:
+        """Arrays [..., D] as a pytree; leading axes stay."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
+        module = jnp if isinstance(flat, jax.Array) else np
+        pieces = module.split(flat, ends[:-1], axis=-1)
+        shaped = [
+            piece.reshape(*flat.shape[:-1], *shape).astype(dtype)
+            for piece, shape, dtype in zip(pieces, self.shapes, self.dtypes, strict=True)
+        ]
+        return jax.tree.unflatten(self.structure, shaped)
+
+    def score(self, x: Float[Array, "M D"]) -> tuple[Float[Array, " M"], Float[Array, "M D"]]:
+        """Log densities and scores of the particles."""
+        value, score = jax.vmap(jax.value_and_grad(lambda v: self.target(self.unflatten(v))))(x)
+        return value.astype(x.dtype), score
+
+
+class Walkers(NamedTuple):
+    """The particles, what is known of the density there, and each one's step size."""
+
+    x: Float[Array, "M D"]
+    log_density: Float[Array, " M"]
+    score: Float[Array, "M D"]
+    log_step: Float[Array, " M"]
+
+
+class Tuning(NamedTuple):
+    """How a window moves: the factor L, and trajectories of `length` in z, of at most `most` steps."""
+
+    factor: Float[Array, "D D"]
+    length: Float[Array, ""]
+    most: Int[Array, ""]
+    gain: Float[Array, ""]
+    """How fast step sizes are tuned; 0 freezes them, and the window is then exact."""
+    shared: Bool[Array, ""]
+    """Tune one step size for all by the mean acceptance, or each particle's by its own."""
+
+
+class Trace(NamedTuple):
+    """What a window leaves behind."""
+
+    x: Float[Array, "S M D"]
+    log_density: Float[Array, "S M"]
+    score: Float[Array, "S M D"]
+    acceptance: Float[Array, " M"]
+    moved: Bool[Array, " M"]
+    evaluations: Int[Array, ""]
+    """Score evaluations of each particle."""
+
+
+class Mixture(NamedTuple):
+    """K Gaussians: log weights, centres, Cholesky factors of the covariances."""
+
+    log_weight: Float[Array, " K"]
+    centre: Float[Array, "K D"]
+    factor: Float[Array, "K D D"]
+
+
+@functools.partial(jax.jit, static_argnames=("density",))
+def window(
+    density: Density, key: Key[Array, ""], walkers: Walkers, tuning: Tuning, thin: Int[Array, ""]
+) -> tuple[Walkers, Trace]:
+    """`SNAPSHOTS` times `thin` trajectories, keeping every `thin`-th cloud."""
+
+    def one(i: Array, carry: Any) -> Any:
+        walkers, key, accepted, moved, count = carry
+        now = jax.random.fold_in(key, i)
+        share = jax.random.uniform(now, (), walkers.x.dtype, 0.5, 1.5)
+        wanted = share * tuning.length / jnp.exp(jnp.median(walkers.log_step))
+        steps = jnp.clip(jnp.ceil(wanted), 1, tuning.most).astype(jnp.int32)
+        walkers, rate, took = _trajectory(density, now, walkers, tuning, steps)
+        return walkers, key, accepted + rate, moved | took, count + steps
+
+    def snapshot(carry: Any, key: Array) -> tuple[Any, Any]:
+        walkers, accepted, moved, count = carry
+        start = (walkers, key, accepted, moved, count)
+        walkers, _, accepted, moved, count = lax.fori_loop(0, thin, one, start)
+        kept = walkers.x, walkers.log_density, walkers.score
+        return (walkers, accepted, moved, count), kept
+
+    num = len(walkers.x)
+    zeros = jnp.zeros(num, walkers.x.dtype), jnp.zeros(num, bool), jnp.int32(0)
+    keys = jax.random.split(key, SNAPSHOTS)
+    (walkers, accepted, moved, count), kept = lax.scan(snapshot, (walkers, *zeros), keys)
+    x, log_density, score = kept
+    rate = accepted / (SNAPSHOTS * thin)
+    return walkers, Trace(x, log_density, score, rate, moved, count)
+
+
+def _trajectory(
+    density: Density, key: Array, walkers: Walkers, tuning: Tuning, steps: Array
+) -> tuple[Walkers, Array, Array]:
+    """One leapfrog trajectory of every particle and its Metropolis test."""
+    x, before, score, log_step = walkers
+    for_step, for_momentum, for_test = jax.random.split(key, 3)
+    jitter = jax.random.uniform(for_step, (len(x) + 1, 1), x.dtype, JITTER, 1.0)
+    careful = jitter[-1] < JITTER + (1 - JITTER) * CAREFUL
+    step = jnp.exp(log_step)[:, None] * jitter[:-1] * jnp.where(careful, CAREFUL, 1.0)
+    momentum = jax.random.normal(for_momentum, x.shape, x.dtype)
+
+    def leap(_: Any, carry: Any) -> Any:
+        # The velocity L p needs one product with L L^T where p itself would need two with L.
+        y, _, score, velocity, pushed = carry
+        velocity = velocity + 0.5 * step * matmul(score, covariance)
+        y = y + step * velocity
+        value, after = density.score(y)
+        velocity = velocity + 0.5 * step * matmul(after, covariance)
+        return y, value, after, velocity, pushed + 0.5 * step * (score + after)
+
+    covariance = matmul(tuning.factor, tuning.factor.T)
+    start = (x, before, score, matmul(momentum, tuning.factor.T), jnp.zeros_like(x))
+    y, after, slope, _, pushed = lax.fori_loop(0, steps, leap, start)
+    p = momentum + matmul(pushed, tuning.factor)
+    gain = after - before - 0.5 * jnp.sum(p**2 - momentum**2, 1)
+    # From nowhere (the very first evaluation) any point will do; nowhere is never gone to.
+    gain = jnp.where(before == -jnp.inf, 0.0, gain)
+    fine = jnp.isfinite(after) & jnp.all(jnp.isfinite(y) & jnp.isfinite(slope), 1)
+    rate = jnp.where(fine & ~jnp.isnan(gain), jnp.exp(jnp.minimum(gain, 0.0)), 0.0)
+    took = jax.random.uniform(for_test, rate.shape, rate.dtype) < rate
+    signal = jnp.where(tuning.shared, jnp.mean(rate), rate)
+    # Careful steps say nothing about what a whole one may be.
+    log_step = log_step + jnp.where(careful, 0.0, tuning.gain) * (signal - ACCEPTANCE)
+    return _choose(took, Walkers(y, after, slope, log_step), walkers, log_step), rate, took
+
+
+def _choose(took: Array, new: Walkers, old: Walkers, log_step: Array) -> Walkers:
+    column = took[:, None]
+    return Walkers(
+        jnp.where(column, new.x, old.x),
+        jnp.where(took, new.log_density, old.log_density),
+        jnp.where(column, new.score, old.score),
+        log_step,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("density", "times"))
+def hop(
+    density: Density, key: Key[Array, ""], walkers: Walkers, mixture: Mixture, times: int
+) -> tuple[Walkers, Float[Array, ""]]:
+    """`times` independent proposals from the mixture for every particle; the mean acceptance rate."""
+
+    def log_q(x: Array) -> Array:
+        def component(log_weight: Array, centre: Array, factor: Array) -> Array:
+            z = jax.scipy.linalg.solve_triangular(factor, (x - centre).T, lower=True)
+            return log_weight - 0.5 * jnp.sum(z**2, 0) - jnp.sum(jnp.log(jnp.diagonal(factor)))
+
+        return jax.nn.logsumexp(jax.vmap(component)(*mixture), axis=0)
+
+    def one(i: Array, carry: Any) -> Any:
+        walkers, total = carry
+        for_part, for_noise, for_test = jax.random.split(jax.random.fold_in(key, i), 3)
+        x = walkers.x
+        part = jax.random.categorical(for_part, mixture.log_weight, shape=(len(x),))
+        noise = jax.random.normal(for_noise, x.shape, x.dtype)
+        y = mixture.centre[part] + jnp.einsum("mij,mj->mi", mixture.factor[part], noise)
+        value, score = density.score(y)
+        gain = value - walkers.log_density + log_q(x) - log_q(y)
+        fine = jnp.isfinite(value) & jnp.all(jnp.isfinite(score), 1) & ~jnp.isnan(gain)
+        rate = jnp.where(fine, jnp.exp(jnp.minimum(gain, 0.0)), 0.0)
+        took = jax.random.uniform(for_test, rate.shape, rate.dtype) < rate
+        moved = _choose(took, Walkers(y, value, score, walkers.log_step), walkers, walkers.log_step)
+        return moved, total + jnp.mean(rate)
+
+    walkers, total = lax.fori_loop(0, times, one, (walkers, jnp.zeros((), walkers.x.dtype)))
+    return walkers, total / times
