@@ -21,6 +21,7 @@ LAYERS = [
     "kernels",
     "target",
     "terms",
+    "calibration",
     "diffusions",
     "metrics",
     "integrators",

@@ -1,6 +1,7 @@
 """One JSON record per evaluation: settings, seed, revision, versions, device, metrics, seconds."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ def revision() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    except (OSError, subprocess.CalledProcessError):  # a copy without its history
+        return os.environ.get("PARTICLAX_REVISION", "unknown")
 
 
 REVISION = revision()  # once, at the start: the tree may change while an experiment runs

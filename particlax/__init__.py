@@ -12,7 +12,7 @@ from particlax import (
     schedules,
     zoo,
 )
-from particlax.algorithms import pi_sgld, sghmc, sgld, svgd, w_sgld, w_sgld_b
+from particlax.algorithms import calibrated, pi_sgld, sghmc, sgld, svgd, w_sgld, w_sgld_b
 from particlax.data import Minibatches
 from particlax.flow import Flow, Info, State
 from particlax.run import Result, run
@@ -32,6 +32,7 @@ __all__ = [
     "State",
     "Stein",
     "Target",
+    "calibrated",
     "diagnostics",
     "diffusions",
     "errors",

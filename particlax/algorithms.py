@@ -8,6 +8,7 @@
 | w_sgld_b | 1     | 0     | `Blob`                            |
 | svgd     | 0     | 1     | none                              |
 | pi_sgld  | 1     | > 0   | `Transport`, `Blob` or `Langevin` |
+| calibrated | 1   | 0     | `Blob`, matched, `Ensemble` metric |
 
 Every sampler takes `metric=` and says how to step by exactly one of `step_size=` (plain Euler steps: a
 number or an optax schedule), `optimizer=` (any optax optimizer; deterministic samplers only) and
@@ -19,16 +20,16 @@ from typing import Any
 import optax
 
 from particlax.checks import Scheduled
-from particlax.diffusions import Blob, Coupling, FixedScale, Langevin, Transport
+from particlax.diffusions import Blob, Coupling, FixedScale, Force, Langevin, Transport
 from particlax.errors import OptionError, expect, known_options
 from particlax.flow import Flow
 from particlax.integrators import Euler, Integrator, Momentum, Optax
 from particlax.kernels import RBF, Kernel
-from particlax.metrics import Identity, Metric
+from particlax.metrics import Ensemble, Identity, Metric
 from particlax.target import Target
 from particlax.terms import Drift, Stein, Term
 
-__all__ = ["pi_sgld", "sghmc", "sgld", "svgd", "w_sgld", "w_sgld_b"]
+__all__ = ["calibrated", "pi_sgld", "sghmc", "sgld", "svgd", "w_sgld", "w_sgld_b"]
 
 
 @known_options
@@ -93,7 +94,7 @@ def w_sgld(
     *,
     coupling: Coupling = FixedScale(),
     inner: int = 1,
-    calibrate: bool = False,
+    calibrate: bool | str = False,
     optimizer: optax.GradientTransformation | None = None,
     step_size: Scheduled | None = None,
     integrator: Integrator | None = None,
@@ -117,13 +118,16 @@ def w_sgld_b(
     target: Target,
     *,
     kernel: Kernel = RBF(),
-    calibrate: bool = False,
+    calibrate: bool | str = False,
     optimizer: optax.GradientTransformation | None = None,
     step_size: Scheduled | None = None,
     integrator: Integrator | None = None,
     metric: Metric = Identity(),
 ) -> Flow:
     """w-SGLD-B: SGLD with the diffusion realised by the blob method (paper eq. 22).
+
+    `calibrate=True` gives the exact moments of Gaussians (M > D), `"matched"` those and a shape that holds on
+    skewed targets.
 
     >>> import particlax as px
     >>> flow = px.w_sgld_b(px.Target(lambda x: -0.5 * x @ x), optimizer=optax.adam(0.05))
@@ -158,6 +162,28 @@ def pi_sgld(
     interaction = () if off else (Stein(stein, kernel),)
     terms = (Drift(diffusion.weight), *interaction, diffusion)
     return Flow(target, terms, _stepping(step_size, optimizer, integrator), metric)
+
+
+@known_options
+def calibrated(
+    target: Target,
+    *,
+    step_size: Scheduled = 0.1,
+    diffusion: Force = Blob(calibrate="matched"),
+    limit: float = 2.0,
+) -> Flow:
+    """For when particles are dear (20 to 200, M > D + 1): a deterministic flow with honest covariance.
+
+    Drift and a calibrated force in the `Ensemble` metric, so that nothing depends on the target's scales; on a
+    Gaussian the cloud comes to rest with exactly the target's mean and covariance. `limit` tames starts that are
+    much wider than the target. A schedule that ends low (0.1, 0.03, 0.01) settles the cloud.
+
+    >>> import particlax as px
+    >>> flow = px.calibrated(px.Target(lambda x: -0.5 * x @ x))
+    """
+    expect("diffusion", diffusion, Force, 'px.diffusions.Blob(calibrate="matched")')
+    terms = (Drift(diffusion.weight), diffusion)
+    return Flow(target, terms, Euler(step_size), Ensemble(limit))
 
 
 def _stepping(step_size: Any, optimizer: Any, integrator: Any) -> Integrator:

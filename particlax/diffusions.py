@@ -1,12 +1,8 @@
 """Realisations of the diffusion -weight * grad log mu, mu the law of the particles.
 
 `Langevin` is noise. `Blob`, `GFSD` and `Transport` are deterministic forces between particles; each
-of these takes `calibrate=True`.
-
-Calibration. Every density mu satisfies E[-grad log mu(x) (x - m)^T] = I. A calibrated force t is centred
-and multiplied by the inverse of C = 1/M sum_i t_i (x_i - m)^T, so that the cloud's own force satisfies
-this identity. Where it balances the drift, Stein's identity then holds for every linear test function,
-and on a Gaussian target the cloud has exactly the target's mean and covariance (M > D).
+of these takes `calibrate=True`, which makes it exact on Gaussians, or `calibrate="matched"`, which also
+keeps its shape on skewed targets (`px.calibration`).
 """
 
 import abc
@@ -19,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from particlax import pairwise
+from particlax import calibration, pairwise
+from particlax.calibration import as_calibration, calibrated
 from particlax.checks import Part, Scheduled, at, number, positive, whole
-from particlax.errors import ParticleError, expect, one_of
+from particlax.errors import expect, one_of
 from particlax.kernels import RBF, Bandwidth, Kernel, Median, as_bandwidth, check_distinct
-from particlax.particles import dimension, flatten, num_particles
+from particlax.particles import num_particles
 from particlax.terms import Cloud, Term, Velocity, scale
 
 __all__ = [
@@ -63,41 +60,19 @@ class Langevin(Term):
 class Force(Term):
     """A deterministic realisation: `force` approximates -grad log mu at every particle."""
 
-    calibrate: eqx.AbstractVar[bool]
+    calibrate: eqx.AbstractVar[bool | str]
 
     @abc.abstractmethod
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
         """-grad log mu at the particles, and the new memory."""
 
     def check(self, particles: PyTree) -> None:
-        expect("calibrate", self.calibrate, bool, "calibrate=True")
-        num, dim = num_particles(particles), dimension(particles)
-        if self.calibrate and num <= dim:
-            raise ParticleError(
-                f"calibrate=True needs more particles than coordinates but there are {num} particles in "
-                f"D = {dim}; give at least {dim + 1} particles or use calibrate=False"
-            )
+        calibration.check(self.calibrate, particles)
 
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
         force, memory = self.force(cloud, memory)
-        if self.calibrate:
-            force = calibrated(force, cloud.x)
+        force = calibration.apply(self.calibrate, force, cloud.x)
         return Velocity(scale(at(self.weight, cloud.step), force)), memory
-
-
-def calibrated(force: PyTree, x: PyTree) -> PyTree:
-    """C^-1 (t_i - mean t) with C = 1/M sum_i t_i (x_i - m)^T.
-
-    >>> x = jax.random.normal(jax.random.key(0), (50, 3))
-    >>> t = calibrated(jnp.tanh(x), x)
-    >>> bool(jnp.allclose(t.T @ (x - x.mean(0)) / 50, jnp.eye(3), atol=1e-5))
-    True
-    """
-    matrix, unflatten = flatten(force)
-    matrix, points = pairwise.wide(matrix), pairwise.wide(flatten(x)[0])
-    matrix, points = matrix - matrix.mean(0), points - points.mean(0)
-    moment = pairwise.matmul(matrix.T, points) / len(points)
-    return unflatten(jnp.linalg.solve(moment, matrix.T).T)
 
 
 def _inverse_mass(kernel: Kernel, x: PyTree) -> tuple[Float[Array, ""], Float[Array, " M"]]:
@@ -115,7 +90,7 @@ class Blob(Force):
 
     weight: Scheduled = eqx.field(converter=number, default=1.0)
     kernel: Kernel = RBF()
-    calibrate: bool = False
+    calibrate: bool | str = eqx.field(converter=as_calibration, default=False)
 
     def __check_init__(self) -> None:
         positive("Blob weight", self.weight)
@@ -143,7 +118,7 @@ class GFSD(Force):
 
     weight: Scheduled = eqx.field(converter=number, default=1.0)
     kernel: Kernel = RBF()
-    calibrate: bool = False
+    calibrate: bool | str = eqx.field(converter=as_calibration, default=False)
 
     def __check_init__(self) -> None:
         positive("GFSD weight", self.weight)
@@ -294,7 +269,7 @@ class Transport(Force):
     weight: Scheduled = eqx.field(converter=number, default=1.0)
     coupling: Coupling = FixedScale()
     inner: int = 1
-    calibrate: bool = False
+    calibrate: bool | str = eqx.field(converter=as_calibration, default=False)
 
     def __check_init__(self) -> None:
         positive("Transport weight", self.weight)

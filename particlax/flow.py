@@ -126,7 +126,7 @@ class Flow(eqx.Module):
                 noises.append(part.noise)
             name = type(term).__name__
             forces[f"{name}{place}" if name in forces else name] = _rms(part.drift)
-        drift, noise = add(*drifts), add(*noises)
+        drift, noise = cloud.frame.tamed(add(*drifts)), add(*noises)
         noise = None if noise is None else cloud.frame.back(noise)
         return Velocity(cloud.frame.back(drift), noise), tuple(memories), forces
 

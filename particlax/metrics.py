@@ -8,12 +8,13 @@ import abc
 import math
 from typing import ClassVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
-from particlax.checks import Part
+from particlax.checks import Part, number, positive
 from particlax.errors import ParticleError
 from particlax.pairwise import matmul, reduce_rows, wide
 from particlax.particles import dimension, flatten, num_particles
@@ -85,6 +86,7 @@ class _Whitened(Frame):
     factor: Float[Array, "D D"]
     white: Float[Array, "M D"]
     like: PyTree
+    limit: float | None = None
 
     def points(self, x: PyTree) -> Float[Array, "M D"]:
         if x is self.like:
@@ -97,6 +99,13 @@ class _Whitened(Frame):
 
     def back(self, velocity: Float[Array, "M D"]) -> PyTree:
         return flatten(self.like)[1](matmul(velocity, self.factor.T))
+
+    def tamed(self, drift: Float[Array, "M D"]) -> Float[Array, "M D"]:
+        if self.limit is None:
+            return drift
+        most = self.limit * math.sqrt(drift.shape[1])
+        size = jnp.linalg.norm(drift, axis=1, keepdims=True)
+        return drift * (most / jnp.maximum(size, most))
 
     def normal(self, key: Key[Array, ""], z: Float[Array, "M D"]) -> Float[Array, "M D"]:
         """(1/sqrt M) sum_j z_j W_ij: standard normal in law and, unlike L W, moving with the cloud."""
@@ -117,7 +126,9 @@ class Ensemble(Metric):
     """D = the covariance of the cloud (1/M normalisation): the flow is affine invariant.
 
     Running on A x + b gives A times the result plus b, so once the cloud has the target's shape, one step size
-    of order 0.1 suits every conditioning. (A start much wider than the target needs smaller steps.) Noise is
+    of order 0.1 suits every conditioning. A start much wider than the target needs smaller steps, or a `limit`:
+    the largest speed of a particle, in units of sqrt(D) standard deviations of the cloud; at rest nothing is near
+    a limit of 2. Noise is
     D^1/2 dW = (1/sqrt M) sum_j (x_j - m) dW_ij, and its finite-M correction is div D = (D + 1)/M (x_i - m)
     (Garbuno-Inigo, Nüsken & Reich 2020). Needs M > D + 1.
 
@@ -127,7 +138,12 @@ class Ensemble(Metric):
     True
     """
 
+    limit: float | None = eqx.field(converter=number, default=None)
     diagonal: ClassVar[bool] = False
+
+    def __check_init__(self) -> None:
+        if self.limit is not None:
+            positive("Ensemble limit", self.limit, zero=False, schedule=False)
 
     def frame(self, x: PyTree) -> Frame:
         matrix = wide(flatten(x)[0])
@@ -135,7 +151,7 @@ class Ensemble(Metric):
         # The covariance's factor from the QR of the cloud itself: squaring would lose half the digits.
         q, r = jnp.linalg.qr(matrix - mean)
         root = math.sqrt(len(matrix))
-        return _Whitened(mean, r.T / root, q * root, x)
+        return _Whitened(mean, r.T / root, q * root, x, self.limit)
 
     def check(self, particles: PyTree) -> None:
         _spread(particles, "Ensemble", dimension(particles) + 2)

@@ -36,6 +36,10 @@ class Frame(eqx.Module):
         """A velocity in x: L v."""
         return velocity
 
+    def tamed(self, drift: PyTree) -> PyTree:
+        """The drift in z, slowed down where it is faster than the metric allows."""
+        return drift
+
     def normal(self, key: Key[Array, ""], z: PyTree) -> PyTree:
         """A standard normal for every particle, in z."""
         return random_like(key, z, jax.random.normal)

@@ -28,6 +28,7 @@ __all__ = [
     "Gaussian",
     "GaussianMixture",
     "LogGamma",
+    "StudentT",
 ]
 
 
@@ -230,6 +231,33 @@ class LogGamma(Density):
     @property
     def covariance(self) -> Float[np.ndarray, "D D"]:
         return float(jax.scipy.special.polygamma(1, self.shape)) * np.eye(self.dim)
+
+
+class StudentT(Density):
+    """Student's t with independent unit scales of one radius: tails like r^-(df + dim).
+
+    >>> StudentT(dim=2, df=4.0).covariance[0, 0].item()
+    2.0
+    """
+
+    def __init__(self, dim: int = 10, df: float = 5.0):
+        self.dim, self.df = dim, df
+
+    def log_density(self, x: Float[Array, " D"]) -> Float[Array, ""]:
+        return -0.5 * (self.df + self.dim) * jnp.log1p(jnp.sum(x**2) / self.df)
+
+    def sample(self, key: Key[Array, ""], num: int) -> Float[Array, "num D"]:
+        half, other = jax.random.split(key)
+        chi2 = 2 * jax.random.gamma(half, self.df / 2, (num, 1))
+        return jax.random.normal(other, (num, self.dim)) * jnp.sqrt(self.df / chi2)
+
+    @property
+    def mean(self) -> Float[np.ndarray, " D"]:
+        return np.zeros(self.dim)
+
+    @property
+    def covariance(self) -> Float[np.ndarray, "D D"]:
+        return self.df / (self.df - 2) * np.eye(self.dim)
 
 
 BOX, BOX_SD, EXTENT, CELLS = 4.0, 0.2, 6.0, 1200

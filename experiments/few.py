@@ -1,0 +1,256 @@
+"""Few particles: where do deterministic flows come to rest, and with how much of the variance?
+
+python -m experiments.few --smoke              # two targets, few steps, in seconds
+python -m experiments.few --record             # the study, records in results/few (PARTICLAX_POSTERIORDB for all targets)
+python -m experiments.few --figure             # the figure, from the records
+
+Every flow starts from a cloud drawn from the target and widened 1.5 times, so that what is measured is where it
+comes to rest, not how it travels.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+from rich.console import Console
+
+import particlax as px
+from experiments import few_figure, posteriors, records, report
+from experiments.config import parse
+from particlax.diffusions import Blob
+from particlax.metrics import Ensemble
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of the study."""
+
+    steps: int = 3000
+    step_size: float = 0.1  # of flows in the Ensemble metric; falls to 0.03 and 0.01 at the end
+    learning_rate: float = 0.05  # of Adam, for flows in the identity metric
+    limit: float = 2.0
+    wider: float = 1.5
+    seed: int = 0
+    targets: str = ""  # some of them, separated by semicolons
+    particles: str = "20,50,100,200"
+    record: str = ""  # name of the file of records
+    figure: bool = False
+    smoke: bool = False
+    posteriordb: str = ""
+
+
+class Problem(NamedTuple):
+    """A target with draws and true moments, in flat coordinates."""
+
+    log_density: Callable
+    draws: Callable[[jax.Array, int], jax.Array]
+    mean: np.ndarray
+    covariance: np.ndarray
+
+
+def known(density: px.zoo.Density) -> Problem:
+    """A problem of the zoo."""
+    return Problem(density.log_density, density.sample, density.mean, density.covariance)
+
+
+def gaussian(dim: int, condition: float) -> Problem:
+    """A rotated Gaussian whose variances go from 1 to `condition`."""
+    rotation = np.linalg.qr(np.random.default_rng(dim).normal(size=(dim, dim)))[0]
+    scales = np.geomspace(1, condition, dim)
+    return known(px.zoo.Gaussian(np.ones(dim), rotation @ np.diag(scales) @ rotation.T))
+
+
+def real(name: str, folder: Path) -> Problem:
+    """A posterior with reference draws, in its unconstrained coordinates."""
+    found = posteriors.load(name, folder)
+    trees = [found.unconstrain(row) for row in found.draws]
+    flatten = lambda tree: ravel_pytree(jax.tree.map(jnp.asarray, tree))[0]
+    unravel = ravel_pytree(found.point)[1]
+    flat = np.stack([np.asarray(flatten(tree), float) for tree in trees])
+
+    def some(key: jax.Array, num: int) -> jax.Array:
+        return jnp.asarray(flat)[jax.random.permutation(key, len(flat))[:num]]
+
+    density = lambda x: found.log_density(unravel(x))
+    return Problem(density, some, flat.mean(0), np.cov(flat.T))
+
+
+def problems(folder: Path | None) -> dict[str, Callable[[], Problem]]:
+    """All targets; the real posteriors where their folder is."""
+    mixture = px.zoo.GaussianMixture([[-2.0, 0.0], [2.0, 0.0]], 1.0, [0.7, 0.3])
+    found: dict[str, Callable[[], Problem]] = {
+        "Gaussian, D = 2": lambda: gaussian(2, 10),
+        "Gaussian, D = 10": lambda: gaussian(10, 10),
+        "Gaussian, D = 10, condition 1e6": lambda: gaussian(10, 1e6),
+        "Gaussian, D = 50": lambda: gaussian(50, 10),
+        "banana": lambda: known(px.zoo.Banana()),
+        "mixture": lambda: known(mixture),
+        "Student t, D = 10": lambda: known(px.zoo.StudentT()),
+        "log-gamma, D = 5": lambda: known(px.zoo.LogGamma(1.0, dim=5)),
+    }
+    if folder is not None:
+        for name in posteriors.MODELS:
+            found[name.split("-")[0]] = lambda name=name: real(name, folder)
+    return found
+
+
+def samplers(c: Config) -> dict[tuple[str, str], Callable[[px.Target], px.Flow]]:
+    """Flows by sampler and treatment."""
+    adam = optax.adam(optax.cosine_decay_schedule(c.learning_rate, c.steps, 0.02))
+    cuts = {int(0.6 * c.steps): 0.3, int(0.85 * c.steps): 1 / 3}
+    step = optax.piecewise_constant_schedule(c.step_size, cuts)
+    inside: dict[str, Any] = {"step_size": step, "metric": Ensemble(c.limit)}
+    makers: dict[str, Callable[..., px.Flow]] = {
+        "svgd": lambda t, calibrate, **o: px.svgd(t, **o),
+        "w_sgld": lambda t, calibrate, **o: px.w_sgld(t, calibrate=calibrate, **o),
+        "w_sgld_b": lambda t, calibrate, **o: px.w_sgld_b(t, calibrate=calibrate, **o),
+        "pi_sgld": lambda t, calibrate, **o: px.pi_sgld(
+            t, diffusion=Blob(calibrate=calibrate), **o
+        ),
+    }
+    treatments: dict[str, tuple[bool | str, dict]] = {
+        "plain": (False, {"optimizer": adam}),
+        "Ensemble": (False, inside),
+        "calibrated": (True, inside),
+        "safeguarded": ("matched", inside),
+    }
+    return {
+        (name, how): lambda t, make=make, calibrate=calibrate, o=options: make(t, calibrate, **o)
+        for name, make in makers.items()
+        for how, (calibrate, options) in treatments.items()
+        if not (name == "svgd" and calibrate)  # SVGD has no diffusion to calibrate
+    }
+
+
+def measures(x: jax.Array, problem: Problem) -> dict[str, float]:
+    """How far the cloud's mean and covariance are from the truth's, in the truth's own units."""
+    cloud = np.asarray(x, float)
+    sd = np.sqrt(np.diag(problem.covariance))
+    root = np.linalg.inv(np.linalg.cholesky(problem.covariance))
+    own = root @ np.cov(cloud.T, bias=True) @ root.T
+    ratio = cloud.std(0) / sd
+    return {
+        "mean": float(np.max(np.abs(cloud.mean(0) - problem.mean) / sd)),
+        "covariance": float(np.linalg.norm(own - np.eye(len(sd))) / np.sqrt(len(sd))),
+        "smallest sd": float(ratio.min()),
+        "largest sd": float(ratio.max()),
+        "variance": float(np.trace(own) / len(sd)),
+    }
+
+
+def one(c: Config, make: Callable | None, problem: Problem, num: int, key: jax.Array) -> dict:
+    """Where a flow comes to rest: its measures, or why there are none. No flow: independent draws."""
+    draws = problem.draws(key, num)
+    if make is None:
+        return measures(draws, problem)
+    mean = jnp.asarray(problem.mean, draws.dtype)
+    start = mean + c.wider * (draws - mean)
+    try:
+        flow = make(px.Target(problem.log_density))
+        cloud = px.run(flow, start, steps=c.steps, key=key, progress=False).particles
+    except px.errors.ParticlaxError as error:
+        why = "diverged" if isinstance(error, px.errors.NonFiniteError) else "needs more particles"
+        return {"failed": why}
+    return measures(jnp.asarray(cloud), problem)
+
+
+def study(c: Config, console: Console) -> list[dict]:
+    """Every flow on every target with every number of particles."""
+    found = []
+    wanted = [name.strip() for name in c.targets.split(";") if name.strip()]
+    everything = problems(posteriors.home(c.posteriordb or None))
+    unknown = [name for name in wanted if name not in everything]
+    if unknown:
+        raise SystemExit(f"no target {unknown[0]!r}; the targets are: {'; '.join(everything)}")
+    for name in wanted or everything:
+        problem = everything[name]()
+        for num in map(int, c.particles.split(",")):
+            key = jax.random.fold_in(jax.random.key(c.seed), num)
+            for (sampler, how), make in {("draws", ""): None, **samplers(c)}.items():
+                began = time.perf_counter()
+                metrics = one(c, make, problem, num, key)
+                seconds = time.perf_counter() - began
+                settings = {
+                    "target": name, "M": num, "sampler": sampler, "treatment": how, "steps": c.steps,
+                    "step_size": c.step_size, "learning_rate": c.learning_rate, "wider": c.wider,
+                }  # fmt: skip
+                failed = metrics.pop("failed", None)
+                entry = records.record("few", settings, c.seed, metrics, seconds)
+                found.append(entry if failed is None else {**entry, "failed": failed})
+                said = failed or ", ".join(f"{k} {v:.2f}" for k, v in entry["metrics"].items())
+                console.print(f"{name}, M = {num}, {sampler} {how}: {said}", soft_wrap=True)
+    return found
+
+
+ORDER = [(s, t) for s in ("svgd", "w_sgld", "w_sgld_b", "pi_sgld")
+         for t in ("plain", "Ensemble", "calibrated", "safeguarded")]  # fmt: skip
+
+
+def cell(found: list[dict], sampler: str, how: str, target: str, num: int) -> str:
+    """Covariance error, and the range of sd ratios."""
+    for r in found:
+        c = r["config"]
+        if (c["sampler"], c["treatment"], c["target"], c["M"]) == (sampler, how, target, num):
+            m = r["metrics"]
+            if not m:
+                return "-" if r["failed"] == "needs more particles" else r["failed"]
+            return f"{m['covariance']:.2f} ({m['smallest sd']:.2f} to {m['largest sd']:.2f})"
+    return "-"
+
+
+def table(found: list[dict], num: int) -> report.Rows:
+    """For one number of particles: targets by flow, error of the covariance and range of sd ratios."""
+    flows = [("draws", ""), *(o for o in ORDER if o[0] in ("svgd", "w_sgld_b") and o[1] != "plain")]
+    flows.insert(1, ("svgd", "plain"))
+    targets = dict.fromkeys(r["config"]["target"] for r in found)
+    rows = [["target", *("independent draws" if s == "draws" else f"{s}, {t}" for s, t in flows)]]
+    rows += [[name, *(cell(found, s, t, name, num) for s, t in flows)] for name in targets]
+    return rows
+
+
+def summary(found: list[dict]) -> report.Rows:
+    """By flow and number of particles: the median over targets of the covariance's and the mean's error."""
+    nums = sorted({r["config"]["M"] for r in found})
+    rows = [["sampler", "treatment", *(f"M = {num}" for num in nums)]]
+    for sampler, how in [("draws", ""), *ORDER]:
+        cells = []
+        for num in nums:
+            here = [
+                r for r in found
+                if (r["config"]["sampler"], r["config"]["treatment"], r["config"]["M"])
+                == (sampler, how, num)
+            ]  # fmt: skip
+            possible = [r for r in here if r.get("failed") != "needs more particles"]
+            errors = [r["metrics"].get("covariance", np.inf) for r in possible]
+            means = [r["metrics"].get("mean", np.inf) for r in possible]
+            lost = sum(not r["metrics"] for r in possible)
+            text = f"{np.median(errors):.2f}, {np.median(means):.2f}" if errors else "-"
+            cells.append(text + (f" ({lost} diverged)" if lost else ""))
+        if any(text != "-" for text in cells):
+            rows.append([sampler, how, *cells])
+    return rows
+
+
+def main(c: Config) -> None:
+    """Run the study and print it, or draw the figure."""
+    console = Console()
+    if c.figure:
+        console.print(f"figure: {few_figure.draw(records.read('few'))}", soft_wrap=True)
+        return
+    if c.smoke:
+        c = dataclasses.replace(c, steps=50, targets="Gaussian, D = 2;banana", particles="20")
+    found = study(c, console)
+    if c.record:
+        records.write(records.RESULTS / "few" / f"{c.record}.jsonl", found)
+    report.show(console, "median covariance error, median mean error", summary(found))
+
+
+if __name__ == "__main__":
+    main(parse(Config))

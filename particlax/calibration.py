@@ -1,0 +1,119 @@
+"""Calibration: make a cloud's own diffusion force satisfy what every density satisfies.
+
+Every density mu satisfies E[-grad log mu(x) phi(x)] = E[grad phi(x)] for smooth test functions phi. A force t
+that stands for -grad log mu is corrected until this holds on the cloud, for a class of phi:
+
+- `calibrated`: phi linear. Centre t and multiply it by the inverse of C = 1/M sum_i t_i (x_i - m)^T.
+- `matched`: phi linear, exactly, and phi in the kernel's space, up to a ridge. Score matching
+  (Hyvärinen 2005) of t + g over g = b + A x + sum_j K(x, x_j) w_j, whose linear part is free.
+
+Where the force then balances the drift, Stein's identity holds for these phi, so on a Gaussian target the cloud has
+exactly the target's mean and covariance. The first amplifies whatever shape t has, and on skewed targets spreads
+too far; the second adds the shape that is missing.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from particlax import pairwise
+from particlax.errors import OptionError, ParticleError
+from particlax.pairwise import matmul
+from particlax.particles import dimension, flatten, num_particles
+
+__all__ = ["calibrated", "matched"]
+
+WIDTH = 4.0
+"""Bandwidth of the test functions over the median of squared distances: wide, they bend slowly."""
+RIDGE = 1e-4
+
+
+def calibrated(force: PyTree, x: PyTree) -> PyTree:
+    """C^-1 (t_i - mean t) with C = 1/M sum_i t_i (x_i - m)^T.
+
+    >>> x = jax.random.normal(jax.random.key(0), (50, 3))
+    >>> t = calibrated(jnp.tanh(x), x)
+    >>> bool(jnp.allclose(t.T @ (x - x.mean(0)) / 50, jnp.eye(3), atol=1e-5))
+    True
+    """
+    matrix, unflatten = flatten(force)
+    matrix, points = pairwise.wide(matrix), pairwise.wide(flatten(x)[0])
+    matrix, points = matrix - matrix.mean(0), points - points.mean(0)
+    moment = matmul(matrix.T, points) / len(points)
+    return unflatten(jnp.linalg.solve(moment, matrix.T).T)
+
+
+def matched(force: PyTree, x: PyTree) -> PyTree:
+    """t + g, with the g of the module's class that matches the score of the cloud best.
+
+    g minimises 1/M sum_i |t_i + g_i|^2 - 2 div(t + g)_i + RIDGE/M |w|_K^2; the divergence of t does not enter.
+    In whitened coordinates z, with `off` the residual of the regression on [1, z], R R^T = K, and
+    psi = off(R): t' = z + off(t) + psi u, (psi^T psi / M + RIDGE/M) u = R^-1 (mean grad K - mean K (z + off t)).
+
+    >>> x = jax.random.normal(jax.random.key(0), (50, 3))
+    >>> t = matched(jnp.tanh(x), x)
+    >>> bool(jnp.allclose(t.T @ (x - x.mean(0)) / 50, jnp.eye(3), atol=1e-4))
+    True
+    """
+    matrix, unflatten = flatten(force)
+    points = pairwise.wide(flatten(x)[0])
+    num, root = len(points), math.sqrt(len(points))
+    q, r = jnp.linalg.qr(points - points.mean(0))
+    z, factor = root * q, r / root  # x - m = z factor
+    t = matmul(
+        pairwise.wide(matrix), factor.T
+    )  # a force is a gradient: it is mapped by the transpose
+    t = _white(t, z, num)
+    return unflatten(jax.scipy.linalg.solve_triangular(factor, t.T).T)
+
+
+def _white(t: Float[Array, "M D"], z: Float[Array, "M D"], num: int) -> Float[Array, "M D"]:
+    def off(a: Array) -> Array:
+        return a - a.mean(0) - matmul(z, matmul(z.T, a)) / num
+
+    # K needs to be seen as a matrix here, to be factored: M is small where this is used.
+    r2 = pairwise.sqdist(z, z)
+    h = WIDTH * pairwise.median_sqdist(z)
+    kernel = jnp.exp(-r2 / h)
+    rest = off(t)
+    slope = (2 / h) * (kernel.sum(1)[:, None] * z - matmul(kernel, z)) / num
+    wanted = slope - matmul(kernel, z + rest) / num
+    jitter = 1e-6 if z.dtype == jnp.float64 else 1e-4
+    lower = jnp.linalg.cholesky(kernel + jitter * jnp.eye(num, dtype=z.dtype))
+    psi = off(lower)
+    normal = matmul(psi.T, psi) / num + (RIDGE / num) * jnp.eye(num, dtype=z.dtype)
+    loads = jax.scipy.linalg.solve_triangular(lower, wanted, lower=True)
+    weights = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(normal, lower=True), loads)
+    # `off` once more: rounding must not touch the linear identities.
+    return z + rest + off(matmul(psi, weights))
+
+
+def as_calibration(value: Any) -> Any:
+    """Refuse what is not False, True (or "linear") or "matched"."""
+    if not (isinstance(value, bool) or value in ("linear", "matched")):
+        raise OptionError(
+            f'calibrate is {value!r}; expected False, True (the linear one) or "matched" (safe on skewed targets)'
+        )
+    return value
+
+
+def apply(kind: bool | str, force: PyTree, x: PyTree) -> PyTree:
+    """The force, calibrated as `kind` says."""
+    if not kind:
+        return force
+    return matched(force, x) if kind == "matched" else calibrated(force, x)
+
+
+def check(kind: bool | str, particles: PyTree) -> None:
+    """Refuse clouds with too few particles to calibrate on."""
+    num, dim = num_particles(particles), dimension(particles)
+    needed = dim + 2 if kind == "matched" else dim + 1
+    if kind and num < needed:
+        shown = "True" if kind is True else repr(kind)
+        raise ParticleError(
+            f"calibrate={shown} needs more particles than coordinates but there are {num} particles in "
+            f"D = {dim}; give at least {needed} particles or use calibrate=False"
+        )
