@@ -207,8 +207,7 @@ def cell(found: list[dict], sampler: str, how: str, target: str, num: int) -> st
 
 def table(found: list[dict], num: int) -> report.Rows:
     """For one number of particles: targets by flow, error of the covariance and range of sd ratios."""
-    flows = [("draws", ""), *(o for o in ORDER if o[0] in ("svgd", "w_sgld_b") and o[1] != "plain")]
-    flows.insert(1, ("svgd", "plain"))
+    flows = [("draws", ""), ("svgd", "plain"), ("svgd", "Ensemble"), *ORDER[9:12]]
     targets = dict.fromkeys(r["config"]["target"] for r in found)
     rows = [["target", *("independent draws" if s == "draws" else f"{s}, {t}" for s, t in flows)]]
     rows += [[name, *(cell(found, s, t, name, num) for s, t in flows)] for name in targets]

@@ -39,12 +39,14 @@ def _plain(value: Any) -> Any:
 
 
 def revision() -> str:
-    """The commit the code was run at, marked when the tree had changes."""
+    """The commit the code was run at, marked when the tree had changes; a copy may be told it."""
+    if told := os.environ.get("PARTICLAX_REVISION"):
+        return told
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # a copy without its history
-        return os.environ.get("PARTICLAX_REVISION", "unknown")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 REVISION = revision()  # once, at the start: the tree may change while an experiment runs

@@ -169,21 +169,21 @@ def calibrated(
     target: Target,
     *,
     step_size: Scheduled = 0.1,
-    diffusion: Force = Blob(calibrate="matched"),
-    limit: float = 2.0,
+    diffusion: Term = Blob(calibrate="matched"),
+    metric: Metric = Ensemble(limit=2.0),
 ) -> Flow:
     """For when particles are dear (20 to 200, M > D + 1): a deterministic flow with honest covariance.
 
     Drift and a calibrated force in the `Ensemble` metric, so that nothing depends on the target's scales; on a
-    Gaussian the cloud comes to rest with exactly the target's mean and covariance. `limit` tames starts that are
-    much wider than the target. A schedule that ends low (0.1, 0.03, 0.01) settles the cloud.
+    Gaussian the cloud comes to rest with exactly the target's mean and covariance. The metric's `limit` tames starts
+    that are much wider than the target. A schedule that ends low (0.1, 0.03, 0.01) settles the cloud.
 
     >>> import particlax as px
     >>> flow = px.calibrated(px.Target(lambda x: -0.5 * x @ x))
     """
     expect("diffusion", diffusion, Force, 'px.diffusions.Blob(calibrate="matched")')
     terms = (Drift(diffusion.weight), diffusion)
-    return Flow(target, terms, Euler(step_size), Ensemble(limit))
+    return Flow(target, terms, Euler(step_size), metric)
 
 
 def _stepping(step_size: Any, optimizer: Any, integrator: Any) -> Integrator:

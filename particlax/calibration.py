@@ -51,7 +51,7 @@ def matched(force: PyTree, x: PyTree) -> PyTree:
 
     g minimises 1/M sum_i |t_i + g_i|^2 - 2 div(t + g)_i + RIDGE/M |w|_K^2; the divergence of t does not enter.
     In whitened coordinates z, with `off` the residual of the regression on [1, z], R R^T = K, and
-    psi = off(R): t' = z + off(t) + psi u, (psi^T psi / M + RIDGE/M) u = R^-1 (mean grad K - mean K (z + off t)).
+    psi = off(R): t' = z + off(t) + psi u, (psi^T psi + RIDGE) u / M = R^-1 mean grad K - R^T (z + off(t)) / M.
 
     >>> x = jax.random.normal(jax.random.key(0), (50, 3))
     >>> t = matched(jnp.tanh(x), x)
@@ -80,12 +80,12 @@ def _white(t: Float[Array, "M D"], z: Float[Array, "M D"], num: int) -> Float[Ar
     kernel = jnp.exp(-r2 / h)
     rest = off(t)
     slope = (2 / h) * (kernel.sum(1)[:, None] * z - matmul(kernel, z)) / num
-    wanted = slope - matmul(kernel, z + rest) / num
     jitter = 1e-6 if z.dtype == jnp.float64 else 1e-4
     lower = jnp.linalg.cholesky(kernel + jitter * jnp.eye(num, dtype=z.dtype))
     psi = off(lower)
     normal = matmul(psi.T, psi) / num + (RIDGE / num) * jnp.eye(num, dtype=z.dtype)
-    loads = jax.scipy.linalg.solve_triangular(lower, wanted, lower=True)
+    loads = jax.scipy.linalg.solve_triangular(lower, slope, lower=True)
+    loads = loads - matmul(lower.T, z + rest) / num
     weights = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(normal, lower=True), loads)
     # `off` once more: rounding must not touch the linear identities.
     return z + rest + off(matmul(psi, weights))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from particlax import calibration, pairwise
-from particlax.calibration import as_calibration, calibrated
+from particlax.calibration import as_calibration
 from particlax.checks import Part, Scheduled, at, number, positive, whole
 from particlax.errors import expect, one_of
 from particlax.kernels import RBF, Bandwidth, Kernel, Median, as_bandwidth, check_distinct
@@ -32,7 +32,6 @@ __all__ = [
     "Langevin",
     "Sinkhorn",
     "Transport",
-    "calibrated",
 ]
 
 

@@ -144,7 +144,8 @@ def _differences(
 ) -> tuple[bool, int, str]:
     """Whether no `gap` is both larger than `least` and significant; the worst, and what it is."""
     score = np.abs(gap) / np.maximum(error, 1e-12)
-    bad = (score > _limit(len(gap), num)) & (np.abs(gap) > least)
+    # Written so that NaN is bad.
+    bad = ~((score <= _limit(len(gap), num)) | (np.abs(gap) <= least))
     worst = int(np.argmax(np.where(bad, np.abs(gap), -1) if bad.any() else score))
     return (
         not bool(bad.any()),
@@ -226,7 +227,9 @@ def _tails(chains: Chains, names: list[str]) -> Check:
 
 def _resolution(chains: Chains, found: Moments, digits: float, names: list[str]) -> Check:
     """Can the dtype tell the draws, and their log densities, apart?"""
-    size = digits * np.abs(found.mean) / np.maximum(found.sd, np.finfo(float).tiny)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        size = digits * np.abs(found.mean) / found.sd
+    size = np.where(found.sd > 0, size, 0.0)  # without any spread, it is `_moving` that complains
     level = digits * float(np.median(np.abs(chains.log_density)))
     remedy = "Use float64: jax.config.update('jax_enable_x64', True)"
     worst = int(np.argmax(size))

@@ -7,7 +7,7 @@ two neighbours, they belong to different modes. Curved and long modes stay whole
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 __all__ = [
     "Gaussians",
@@ -40,8 +40,8 @@ def neighbours(z: Float[np.ndarray, "M D"]) -> Int[np.ndarray, "E 2"]:
     from scipy.spatial.distance import pdist, squareform
 
     gaps = squareform(pdist(z))
-    # A distance of zero would count as no way at all.
-    tree = minimum_spanning_tree(gaps + 1e-9 * (1 + gaps.max())).tocoo()
+    # A distance of zero, or of less than 1e-8, would count as no way at all.
+    tree = minimum_spanning_tree(gaps / max(gaps.max(), 1e-300) + 1e-6).tocoo()
     pairs = np.sort(np.stack([tree.row, tree.col], 1), 1)
     return pairs[np.lexsort(pairs.T[::-1])]
 
@@ -111,19 +111,22 @@ class Gaussians(NamedTuple):
         return best.reshape(x.shape[:2])
 
 
-def crossed(labels: Int[np.ndarray, "N M"], window: int) -> Int[np.ndarray, "N M"]:
-    """The labels with those made one between which chains go back and forth within a window.
+def crossed(
+    labels: Int[np.ndarray, "N M"], fresh: Bool[np.ndarray, " N"]
+) -> Int[np.ndarray, "N M"]:
+    """The labels with those made one between which chains go back and forth by themselves.
 
-    Chains that cross by themselves need no help, so what they cross is no gap between modes.
+    Chains that cross need no help, so what they cross is no gap between modes. Moves into clouds that are
+    `fresh` do not count: there were hops on the way.
 
-    >>> crossed(np.array([[0, 1, 2], [1, 0, 2], [0, 1, 2], [1, 1, 2]]), 4).tolist()[0]
+    >>> labels = np.array([[0, 1, 2], [1, 0, 2], [0, 1, 2], [1, 1, 2]])
+    >>> crossed(labels, np.array([True, False, False, False])).tolist()[0]
     [0, 0, 1]
     """
     num = int(labels.max()) + 1
     moves = np.zeros((num, num))
-    for first in range(0, len(labels) - 1, window):
-        part = labels[first : first + window]
-        np.add.at(moves, (part[:-1].ravel(), part[1:].ravel()), 1)
+    own = ~fresh[1:]
+    np.add.at(moves, (labels[:-1][own].ravel(), labels[1:][own].ravel()), 1)
     visits = np.maximum(moves.sum(1), 1)
     between = (moves + moves.T) / np.minimum(visits[:, None], visits[None, :])
     return _parts(between > CROSSING)[labels]
@@ -141,7 +144,7 @@ def covariance(
     return total / labels.size
 
 
-def factor(cov: Float[np.ndarray, "D D"], num: float) -> Float[np.ndarray, "D D"]:
+def factor(cov: Float[np.ndarray, "D D"], num: float | int) -> Float[np.ndarray, "D D"]:
     """A Cholesky factor of the covariance of `num` draws, its correlations shrunk towards none.
 
     The weight of the diagonal, D / (D + 2 num), is what keeps a factor from D > num draws usable.

@@ -107,32 +107,39 @@ class Mixture(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("density",))
 def window(
-    density: Density, key: Key[Array, ""], walkers: Walkers, tuning: Tuning, thin: Int[Array, ""]
+    density: Density,
+    key: Key[Array, ""],
+    walkers: Walkers,
+    tuning: Tuning,
+    thin: Int[Array, ""],
+    *,
+    until: Int[Array, ""] | int = SNAPSHOTS,
 ) -> tuple[Walkers, Trace]:
-    """`SNAPSHOTS` times `thin` trajectories, keeping every `thin`-th cloud."""
+    """`SNAPSHOTS` times `thin` trajectories, keeping every `thin`-th cloud; none after the first `until`."""
 
     def one(i: Array, carry: Any) -> Any:
         walkers, key, accepted, moved, count = carry
-        now = jax.random.fold_in(key, i)
-        share = jax.random.uniform(now, (), walkers.x.dtype, 0.5, 1.5)
+        for_share, now = jax.random.split(jax.random.fold_in(key, i))
+        share = jax.random.uniform(for_share, (), walkers.x.dtype, 0.5, 1.5)
         wanted = share * tuning.length / jnp.exp(jnp.median(walkers.log_step))
         steps = jnp.clip(jnp.ceil(wanted), 1, tuning.most).astype(jnp.int32)
         walkers, rate, took = _trajectory(density, now, walkers, tuning, steps)
         return walkers, key, accepted + rate, moved | took, count + steps
 
-    def snapshot(carry: Any, key: Array) -> tuple[Any, Any]:
-        walkers, accepted, moved, count = carry
+    def snapshot(carry: Any, place: Any) -> tuple[Any, Any]:
+        (walkers, accepted, moved, count), (key, number) = carry, place
         start = (walkers, key, accepted, moved, count)
-        walkers, _, accepted, moved, count = lax.fori_loop(0, thin, one, start)
+        num = jnp.where(number < until, thin, 0)
+        walkers, _, accepted, moved, count = lax.fori_loop(0, num, one, start)
         kept = walkers.x, walkers.log_density, walkers.score
         return (walkers, accepted, moved, count), kept
 
     num = len(walkers.x)
     zeros = jnp.zeros(num, walkers.x.dtype), jnp.zeros(num, bool), jnp.int32(0)
-    keys = jax.random.split(key, SNAPSHOTS)
-    (walkers, accepted, moved, count), kept = lax.scan(snapshot, (walkers, *zeros), keys)
+    places = jax.random.split(key, SNAPSHOTS), jnp.arange(SNAPSHOTS)
+    (walkers, accepted, moved, count), kept = lax.scan(snapshot, (walkers, *zeros), places)
     x, log_density, score = kept
-    rate = accepted / (SNAPSHOTS * thin)
+    rate = accepted / (until * thin)
     return walkers, Trace(x, log_density, score, rate, moved, count)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from particlax import modes
 from particlax.evidence import Chains, moments
@@ -45,10 +45,26 @@ class Round(NamedTuple):
     """One round of exact sampling."""
 
     chains: Chains
+    fresh: Bool[np.ndarray, " N"]
+    """Whether there were hops between a cloud and the one before."""
     shares: tuple[float, ...]
     """Shares of the draws in each mode."""
     length: int
     """Trajectories of each chain."""
+
+
+class _How(NamedTuple):
+    """The part of a `Tuning` that belongs to a phase."""
+
+    gain: float
+    length: float = LENGTH
+    most: int = MOST
+    shared: bool = True
+
+
+LOOK = _How(gain=0.0, length=np.inf, most=1, shared=False)
+SETTLE = _How(gain=0.5, length=np.inf, most=SHORT, shared=False)
+TUNE, RETUNE, FROZEN = _How(gain=0.3), _How(gain=0.2), _How(gain=0.0)
 
 
 class _Seen(NamedTuple):
@@ -63,26 +79,35 @@ class _Seen(NamedTuple):
 
 
 class _Kept:
-    """The windows of a frozen round, one cloud in `thin`."""
+    """The clouds of a frozen round: of every `thin` trajectories, the last."""
 
     def __init__(self, thin: int):
-        self.thin = thin
+        self.thin, self.trajectories = thin, 0
         self.traces: list[_Seen] = []
+        self.fresh: list[np.ndarray] = []
+        """Whether there were hops between a cloud and the one before."""
 
     def __len__(self) -> int:
         return sum(len(trace.x) for trace in self.traces)
 
+    def add(self, trace: _Seen) -> None:
+        """One more window."""
+        self.traces.append(trace)
+        self.fresh.append(np.arange(len(trace.x)) == 0)
+        self.trajectories += len(trace.x) * self.thin
+
     def halve(self) -> None:
-        """Keep every other cloud."""
+        """Keep every other cloud, the later of two."""
+        chains, fresh = self.chains(), np.concatenate(self.fresh)
+        even = len(fresh) // 2 * 2
+        x, log_density, score = (part[1:even:2] for part in chains[:3])
+        few = np.zeros(0)
+        self.traces = [_Seen(x, log_density, score, few, chains.moved, few)]
+        self.fresh = [fresh[:even:2] | fresh[1:even:2]]
         self.thin *= 2
-        self.traces = [
-            trace._replace(
-                x=trace.x[1::2], log_density=trace.log_density[1::2], score=trace.score[1::2]
-            )
-            for trace in self.traces
-        ]
 
     def chains(self) -> Chains:
+        """All clouds, one after the other in time."""
         join = lambda name: np.concatenate([getattr(t, name) for t in self.traces]).astype(float)
         moved = np.any([trace.moved for trace in self.traces], 0)
         return Chains(join("x"), join("log_density"), join("score"), moved)
@@ -94,12 +119,13 @@ class Ensemble:
     def __init__(self, density: Density, key: Array, x: Float[Array, "M D"], budget: int):
         self.density, self.key, self.budget, self.spent = density, key, budget, 0
         self.dtype = x.dtype
-        self.place(x)
         self.factor = np.eye(x.shape[1])
         self.mixture: modes.Gaussians | None = None
         self.frozen = _Kept(1)
         self.cost = 1.0
         """Score evaluations of a trajectory, lately."""
+        self.fine = self.evaluate(x)
+        """Which of the starting points have a finite log density."""
 
     @property
     def left(self) -> int:
@@ -111,19 +137,16 @@ class Ensemble:
         """Whether some coordinate has gone to infinity."""
         return not bool(jnp.all(jnp.abs(self.walkers.x) < RUNAWAY))
 
-    def evaluate(self) -> np.ndarray:
-        """Which particles have a finite log density and score where they are."""
-        num = len(self.walkers.x)
-        self._window(length=np.inf, most=1, gain=0.0, shared=False)
-        fine = np.isfinite(np.asarray(self.walkers.log_density))
-        step = jnp.full(num, np.log(0.1), self.dtype)
-        self.walkers = self.walkers._replace(log_step=step)
-        return fine
+    def evaluate(self, x: Float[Array, "M D"]) -> np.ndarray:
+        """Put the particles at `x`; which of them have a finite log density and score there?
 
-    def place(self, x: Float[Array, "M D"]) -> None:
-        """Put the particles at `x`, not yet evaluated."""
+        A trajectory of one step of no length, from nowhere: the program that samples also evaluates.
+        """
         nowhere = jnp.full(len(x), -jnp.inf, x.dtype)
         self.walkers = Walkers(x, nowhere, jnp.zeros_like(x), nowhere)
+        self._trajectories(LOOK, thin=1, until=1)
+        self.walkers = self.walkers._replace(log_step=jnp.full(len(x), np.log(0.1), x.dtype))
+        return np.isfinite(np.asarray(self.walkers.log_density))
 
     def fill(self, fine: np.ndarray) -> None:
         """Give particles that are not `fine` the place of others."""
@@ -138,7 +161,7 @@ class Ensemble:
         twice = lambda leaf: np.stack([np.asarray(leaf, float)] * 2)
         now, moved = self.walkers, np.zeros(len(self.walkers.x), bool)
         chains = Chains(twice(now.x), twice(now.log_density), twice(now.score), moved)
-        return Round(chains, (1.0,), 0)
+        return Round(chains, np.ones(2, bool), (1.0,), 0)
 
     def settle(self) -> None:
         """Descend to where the mass is: short trajectories, each particle with its own step."""
@@ -146,12 +169,11 @@ class Ensemble:
         for count in range(SETTLING[1]):
             if self.runaway or self.spent > limit:
                 return
-            trace = self._window(length=np.inf, most=SHORT, gain=0.5, shared=False)
+            trace = self._window(SETTLE)
             late = trace.log_density[SNAPSHOTS // 2 :]
             good = late >= self._bar(late[-1])
             near = trace.x[SNAPSHOTS // 2 :][good].astype(float)[None]
-            same = np.zeros(near.shape[:2], int)
-            self.factor = modes.factor(modes.covariance(near, same), len(self.walkers.x))
+            self._shape(near, np.zeros(near.shape[:2], int), len(self.walkers.x))
             if count >= PATIENCE:
                 self._relieve()
             new, spread = np.median(late), np.subtract(*np.quantile(late, [0.75, 0.25]))
@@ -168,80 +190,90 @@ class Ensemble:
             if self.runaway or self.spent > limit:
                 return
             self._relieve()
-            trace = self._window(gain=0.3)
-            self.learn(trace.x.astype(float))
+            trace = self._window(TUNE)
+            self.learn(trace.x.astype(float), np.arange(SNAPSHOTS) == 0)
 
     def round(self, length: int) -> Round | None:
         """A new round of `length` trajectories, tuned and then frozen; None if there is no budget for it."""
         self._relieve()
-        self._window(gain=0.2)
+        if self.left >= 2 * SNAPSHOTS:
+            self._window(RETUNE)
         self.frozen = _Kept(max(1, length // KEPT))
         return self.extend(length)
 
     def extend(self, length: int) -> Round | None:
         """The last round, made longer: as many more trajectories as asked for, or as the budget allows."""
         kept = self.frozen
-        if length // kept.thin + len(kept) > 2 * KEPT:
+        while length // kept.thin + len(kept) > 2 * KEPT:
             kept.halve()
         for _ in range(max(1, length // (kept.thin * SNAPSHOTS))):
             if self.left < SNAPSHOTS * kept.thin or self.runaway:
                 break
-            kept.traces.append(self._window(gain=0.0, thin=kept.thin))
+            kept.add(self._window(FROZEN, kept.thin))
         if not len(kept) or self.runaway:
             return None
         chains = kept.chains()
-        return Round(chains, self._shares(chains.x), len(kept) * kept.thin)
+        shares = self._shares(chains.x)
+        return Round(chains, np.concatenate(kept.fresh), shares, kept.trajectories)
 
-    def learn(self, x: Float[np.ndarray, "N M D"]) -> None:
+    def learn(self, x: Float[np.ndarray, "N M D"], fresh: Bool[np.ndarray, " N"]) -> None:
         """Metric and modes from the clouds of a window or a round."""
         labels = np.zeros(x.shape[:2], int)
         if self.mixture is not None or moments(x).rhat.max() > UNMIXED:
             own = self._modes()[None]
             if own.max() > 0:
                 first = modes.fit(np.asarray(self.walkers.x, float)[None], own)
-                labels = modes.crossed(first.labels(x), SNAPSHOTS)
+                labels = modes.crossed(first.labels(x), fresh)
         self.mixture = modes.fit(x, labels) if len(np.unique(labels)) > 1 else None
-        self.factor = modes.factor(modes.covariance(x, labels), labels.size)
+        self._shape(x, labels, labels.size)
 
-    def _window(
-        self,
-        *,
-        length: float = LENGTH,
-        most: int = MOST,
-        gain: float,
-        shared: bool = True,
-        thin: int = 1,
-    ) -> _Seen:
-        """Trajectories, then hops; the trace comes back as NumPy arrays."""
-        most = max(1, min(most, self.left // (SNAPSHOTS * thin)))
+    def _shape(self, x: np.ndarray, labels: np.ndarray, num: int) -> None:
+        """The metric from clouds; a coordinate that rounding holds together keeps a little spread."""
+        least = 4 * float(jnp.finfo(self.dtype).eps) * np.abs(x).max((0, 1))
+        self.factor = modes.factor(modes.covariance(x, labels) + np.diag(least**2), num)
+
+    def _window(self, how: _How, thin: int = 1) -> _Seen:
+        """Trajectories, then hops."""
+        seen = self._trajectories(how, thin, SNAPSHOTS)
+        if self.mixture is not None and self.left >= HOPS:
+            self.key, now = jax.random.split(self.key)
+            mixture = Mixture(*(jnp.asarray(part, self.dtype) for part in self.mixture))
+            self.walkers, _ = hop(self.density, now, self.walkers, mixture, HOPS)
+            self.spent += HOPS
+        return seen
+
+    def _trajectories(self, how: _How, thin: int, until: int) -> _Seen:
+        most = max(1, min(how.most, self.left // (until * thin)))
         number = lambda value: jnp.asarray(value, self.dtype)
         tuning = Tuning(
-            number(self.factor), number(length), jnp.int32(most), number(gain), jnp.asarray(shared)
+            factor=number(self.factor),
+            length=number(how.length),
+            most=jnp.int32(most),
+            gain=number(how.gain),
+            shared=jnp.asarray(how.shared),
         )
-        self.key, now, later = jax.random.split(self.key, 3)
-        self.walkers, trace = window(self.density, now, self.walkers, tuning, jnp.int32(thin))
+        self.key, now = jax.random.split(self.key)
+        program = self.density, now, self.walkers, tuning, jnp.int32(thin)
+        self.walkers, trace = window(*program, until=jnp.int32(until))
         seen = _Seen(*(np.asarray(leaf) for leaf in trace))
         self.spent += int(seen.evaluations)
-        self.cost = int(seen.evaluations) / (SNAPSHOTS * thin)
-        if self.mixture is not None and self.left >= HOPS:
-            mixture = Mixture(*(number(part) for part in self.mixture))
-            self.walkers, _ = hop(self.density, later, self.walkers, mixture, HOPS)
-            self.spent += HOPS
+        self.cost = int(seen.evaluations) / (until * thin)
         return seen
 
     def _modes(self) -> np.ndarray:
         """A label for every particle, from the dips of the log density between neighbours."""
-        walkers = self.walkers
+        walkers, cost = self.walkers, self.cost
         x = np.asarray(walkers.x, float)
+        if self.left < len(modes.STOPS) + SNAPSHOTS:
+            return np.zeros(len(x), int)
         z = modes.whitened(x - x.mean(0), self.factor)
         pairs = modes.neighbours(z)
         between = []
         for stop in modes.STOPS:
             way = (1 - stop) * x[pairs[:, 0]] + stop * x[pairs[:, 1]]
-            self.place(jnp.asarray(np.concatenate([way, x[:1]]), self.dtype))
-            self.evaluate()
+            self.evaluate(jnp.asarray(np.concatenate([way, x[:1]]), self.dtype))
             between.append(np.asarray(self.walkers.log_density, float)[:-1])
-        self.walkers = walkers
+        self.walkers, self.cost = walkers, cost
         ends = np.asarray(walkers.log_density, float)
         return modes.components(len(x), pairs, modes.barriers(z, pairs, ends, np.stack(between)))
 

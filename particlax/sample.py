@@ -15,7 +15,14 @@ from particlax.checks import as_key, positive, whole
 from particlax.errors import OptionError, ParticleError, TargetError, known_options
 from particlax.evidence import Check, Moments, judge, moments
 from particlax.moves import SNAPSHOTS, Density
-from particlax.particles import as_cloud, flatten, normal, num_particles
+from particlax.particles import (
+    as_cloud,
+    dimension,
+    flatten,
+    num_particles,
+    random_like,
+    replicate,
+)
 from particlax.phases import Ensemble, Round
 from particlax.target import Target
 
@@ -122,6 +129,7 @@ def sample(
     pass: the standard error of every mean (in sd) and of every sd (relative) is below `tolerance`,
     chains have mixed, halves of the ensemble and of the time agree, Stein's identity holds. `budget` is the
     most score evaluations of one particle. Where it ends first, `converged` is False and `reasons` says why.
+    More draws than were kept (512 clouds or more) are draws repeated.
 
     >>> import particlax as px
     >>> result = px.sample(lambda x: -0.5 * jnp.sum(x**2), jnp.zeros(2), key=jax.random.key(0))
@@ -131,7 +139,7 @@ def sample(
     began = time.perf_counter()
     target = log_density if isinstance(log_density, Target) else Target(log_density)
     _check(target, num_particles, num_draws, tolerance, budget)
-    start_key, key = jax.random.split(as_key(key))
+    start_key, pick_key, key = jax.random.split(as_key(key), 3)
     cloud, centre = _start(init, particles, start_key, num_particles)
     density = Density.of(target, jax.tree.map(lambda leaf: leaf[0], cloud))
     names = _names(cloud)
@@ -146,7 +154,7 @@ def sample(
     x = done.chains.x
     unflatten = lambda flat: jax.tree.map(jnp.asarray, density.unflatten(flat))
     return Sample(
-        draws=unflatten(_chosen(x, num_draws, key)),
+        draws=unflatten(_chosen(x, num_draws, pick_key)),
         particles=density.unflatten(ensemble.walkers.x),
         converged=all(check.passed for check in evidence),
         evidence=tuple(evidence),
@@ -183,10 +191,10 @@ def _rounds(
         more = 0
         if failed == {"precision"}:  # all is well, there is only too little of it
             more = SNAPSHOTS * -(
-                -int(done.length * min(found.shortfall(tolerance), 3.0)) // SNAPSHOTS
+                -int(done.length * min(found.shortfall(tolerance), 1.0)) // SNAPSHOTS
             )
         else:
-            ensemble.learn(done.chains.x)
+            ensemble.learn(done.chains.x, done.fresh)
             length = 2 * max(length, done.length)
     if best is not None and lost:
         return best
@@ -246,21 +254,31 @@ def _start(init: Any, particles: PyTree, key: Array, num: int) -> tuple[PyTree, 
                 "judges itself by the differences between them"
             )
         return cloud, None
-    if callable(init):
+    if callable(init) and jax.tree.leaves(init) == [init]:  # a pytree that can be called is a point
         points = [init(one) for one in jax.random.split(key, num)]
         try:
-            return as_cloud(jax.tree.map(lambda *leaves: jnp.stack(leaves), *points)), None
-        except ValueError as error:
+            cloud = jax.tree.map(lambda *leaves: jnp.stack(leaves), *points)
+        except (ValueError, TypeError) as error:
             raise OptionError(f"init(key) does not give points of one shape: {error}") from None
-    cloud = normal(key, num, like=init)
-    num_particles(cloud)
-    # The given point itself is one of the particles.
-    centre = jax.tree.map(lambda leaf, row: jnp.asarray(leaf, row.dtype), init, cloud)
-    return jax.tree.map(lambda c, p: c.at[0].set(p), cloud, centre), centre
+        return as_cloud(cloud), None
+    try:
+        many = replicate(init, num)
+    except (ValueError, TypeError):
+        raise OptionError(
+            f"init is {init!r}; expected a point (arrays or numbers, in any pytree) or a function of a key"
+        ) from None
+    num_particles(many)
+    noise = random_like(key, many, jax.random.normal)
+    # Far out, a step of one is lost in rounding. The given point itself is one of the particles.
+    size = lambda leaf: jnp.maximum(1, jnp.sqrt(jnp.finfo(leaf.dtype).eps) * jnp.abs(leaf))
+    cloud = jax.tree.map(lambda p, z: (p + size(p) * z).at[0].set(p[0]), many, noise)
+    return cloud, jax.tree.map(lambda leaf: leaf[0], many)
 
 
 def _ready(density: Density, key: Array, cloud: PyTree, centre: PyTree, budget: int) -> Ensemble:
     """An ensemble in which every particle has a finite log density."""
+    if dimension(cloud) == 0:
+        raise ParticleError("a point has no coordinates; expected at least one")
     x = flatten(cloud)[0]
     if not bool(jnp.all(jnp.isfinite(x))):
         raise ParticleError(
@@ -268,15 +286,14 @@ def _ready(density: Density, key: Array, cloud: PyTree, centre: PyTree, budget: 
         )
     jax.eval_shape(density.score, x)  # says what is wrong with the density before compiling it
     ensemble = Ensemble(density, key, x, budget)
-    fine = ensemble.evaluate()
+    fine = ensemble.fine
     if centre is not None:
         middle = flatten(jax.tree.map(lambda leaf: leaf[None], centre))[0]
         for _ in range(RETRIES):
             if fine.all():
                 break
             x = jnp.where(fine[:, None], x, 0.5 * (x + middle))
-            ensemble.place(x)
-            fine = ensemble.evaluate()
+            fine = ensemble.evaluate(x)
     if not fine.any():
         raise TargetError(
             f"the log density or its gradient is NaN or infinite at all {len(x)} starting points"
@@ -299,7 +316,7 @@ def _names(cloud: PyTree) -> tuple[str, ...]:
 def _chosen(x: np.ndarray, num: int, key: Array) -> np.ndarray:
     """`num` of the draws, without repetition while there are enough."""
     flat = x.reshape(-1, x.shape[2])
-    order = np.asarray(jax.random.permutation(jax.random.fold_in(key, 1), len(flat)))
+    order = np.asarray(jax.random.permutation(key, len(flat)))
     return flat[np.resize(order, num)]
 
 

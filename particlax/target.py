@@ -106,8 +106,9 @@ class Target(eqx.Module):
 
 
 def _opaque(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Hide arrays inside a callable pytree: flows stay hashable, so `jax.jit(flow.step)` works."""
-    return functools.partial(function) if isinstance(function, eqx.Module) else function  # pyright: ignore
+    """Hide what has no hash, such as arrays inside a callable pytree: `jax.jit(flow.step)` needs one."""
+    unhashable = isinstance(function, eqx.Module) or getattr(function, "__hash__", None) is None
+    return functools.partial(function) if function is not None and unhashable else function  # pyright: ignore
 
 
 def _scalar(name: str, value: Any) -> Array:

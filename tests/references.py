@@ -214,6 +214,27 @@ def calibrated(force, x):
     return np.stack([inverse @ (force[i] - t_mean) for i in range(num)])
 
 
+def matched(force, x, width=4.0, ridge=1e-4, jitter=1e-6):
+    """t + g by solving for all of g = b + A z + R u at once, in whitened coordinates; R R^T = K + jitter I."""
+    num, dim = x.shape
+    root = np.linalg.cholesky(np.cov(x.T, bias=True).reshape(dim, dim))
+    z, t = (x - x.mean(0)) @ np.linalg.inv(root).T, force @ root
+    r2 = sqdist(z, z)
+    h = width * np.median(np.sqrt(r2[np.triu_indices(num, 1)])) ** 2
+    K = np.exp(-r2 / h)
+    R = np.linalg.cholesky(K + jitter * np.eye(num))
+    divergence = np.zeros((num, dim))  # of each kernel function, mean over the particles
+    for j in range(num):
+        for i in range(num):
+            divergence[j] += -2 / h * (z[i] - z[j]) * K[i, j] / num
+    F = np.concatenate([np.ones((num, 1)), z, R], 1)
+    penalty = np.diag([0.0] * (1 + dim) + [ridge / num] * num)
+    c = np.concatenate([np.zeros((1, dim)), np.eye(dim), np.linalg.solve(R, divergence)])
+    # minimise mean |t + F theta|^2 - 2 mean div(F theta) + penalty: a force is minus a score
+    theta = np.linalg.solve(F.T @ F / num + penalty, c - F.T @ t / num)
+    return (t + F @ theta) @ np.linalg.inv(root)
+
+
 def gradient(function, x, step=1e-5):
     """Central finite differences of a function of the whole cloud."""
     grad = np.zeros_like(x)

@@ -34,7 +34,7 @@ ARGUMENTS = {
 }
 """Constructor arguments of classes that have no defaults, by class name."""
 
-SAMPLER_ARGUMENTS = {"sgld": {"step_size": 0.01}, "sghmc": {"step_size": 0.01}}
+SAMPLER_ARGUMENTS = {name: {"step_size": 0.01} for name in ("sgld", "sghmc", "calibrated")}
 """Options of samplers for which `optimizer=optax.adam(0.01)` is not the way to step."""
 
 
@@ -251,13 +251,14 @@ def forces():
     """Every deterministic diffusion, plain and calibrated; Transport with every coupling."""
     for cls in FORCES:
         base = ARGUMENTS.get(cls.__name__, {})
-        for calibrate in (False, True):
+        for calibrate in (False, True, "matched"):
             options = [{}]
             if "coupling" in inspect.signature(cls).parameters:
                 options = [{"coupling": build(coupling)} for coupling in COUPLINGS]
             for extra in options:
                 inside = "".join(f"-{type(v).__name__}" for v in extra.values())
-                label = f"{cls.__name__}{inside}{'-calibrated' if calibrate else ''}"
+                how = {False: "", True: "-calibrated"}.get(calibrate, f"-{calibrate}")
+                label = f"{cls.__name__}{inside}{how}"
                 yield pytest.param(cls(**{**base, **extra}, calibrate=calibrate), id=label)
 
 

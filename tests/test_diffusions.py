@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import particlax as px
-from particlax.diffusions import GFSD, Blob, FixedScale, Langevin, Sinkhorn, Transport, calibrated
+from particlax.calibration import calibrated
+from particlax.diffusions import GFSD, Blob, FixedScale, Langevin, Sinkhorn, Transport
 from particlax.errors import OptionError, ParticleError
 from particlax.terms import Cloud, Frame
 

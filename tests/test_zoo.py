@@ -22,6 +22,7 @@ DENSITIES = {
     "Banana": zoo.Banana,
     "Funnel": lambda: zoo.Funnel(dim=3, sd=0.8),  # wide funnels have no testable fourth moments
     "LogGamma": lambda: zoo.LogGamma(shape=2.0, dim=2),
+    "StudentT": lambda: zoo.StudentT(dim=2, df=12.0),
     **{name: getattr(zoo, name) for name in PLANES},
 }
 NUM = 20000
