@@ -325,7 +325,8 @@ class _Note:
 
     def __init__(self, shown: bool):
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        self.bar = Progress(*columns, disable=not shown, transient=True)
+        self.bar = Progress(*columns, transient=True)
+        self.bar.disable = not (shown and self.bar.console.is_terminal)
         self.task = self.bar.add_task("compiling", total=None)
 
     def __call__(self, text: str) -> None:
