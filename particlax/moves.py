@@ -59,8 +59,14 @@ class Density:
         return jax.tree.unflatten(self.structure, shaped)
 
     def score(self, x: Float[Array, "M D"]) -> tuple[Float[Array, " M"], Float[Array, "M D"]]:
-        """Log densities and scores of the particles."""
-        value, score = jax.vmap(jax.value_and_grad(lambda v: self.target(self.unflatten(v))))(x)
+        """Log densities and scores of the particles.
+
+        Products inside the log density are in full float32: a GPU's default (TF32, three digits) would drown
+        the differences that Metropolis' test is about.
+        """
+        one = lambda v: self.target(self.unflatten(v))
+        with jax.default_matmul_precision("highest"):
+            value, score = jax.vmap(jax.value_and_grad(one))(x)
         return value.astype(x.dtype), score
 
 
