@@ -1,7 +1,8 @@
 """Few particles: where do deterministic flows come to rest, and with how much of the variance?
 
 python -m experiments.few --smoke              # two targets, few steps, in seconds
-python -m experiments.few --record             # the study, records in results/few (PARTICLAX_POSTERIORDB for all targets)
+python -m experiments.few --record=study           # the study, records in results/few (PARTICLAX_POSTERIORDB for all targets)
+python -m experiments.few --kernels --record=study   # kernels and bandwidths instead of samplers
 python -m experiments.few --figure             # the figure, from the records
 
 Every flow starts from a cloud drawn from the target and widened 1.5 times, so that what is measured is where it
@@ -25,6 +26,7 @@ import particlax as px
 from experiments import few_figure, posteriors, records, report
 from experiments.config import parse
 from particlax.diffusions import Blob
+from particlax.kernels import IMQ, RBF, Kernel, Laplace, Median
 from particlax.metrics import Ensemble
 
 
@@ -42,6 +44,7 @@ class Config:
     particles: str = "20,50,100,200"
     record: str = ""  # name of the file of records
     figure: bool = False
+    kernels: bool = False  # compare kernels instead of samplers
     smoke: bool = False
     posteriordb: str = ""
 
@@ -129,6 +132,28 @@ def samplers(c: Config) -> dict[tuple[str, str], Callable[[px.Target], px.Flow]]
     }
 
 
+def kernel_flows(c: Config) -> dict[tuple[str, str], Callable[[px.Target], px.Flow]]:
+    """SVGD, blob and safeguarded blob in the Ensemble metric, by kernel and bandwidth (times med^2 / log M)."""
+    cuts = {int(0.6 * c.steps): 0.3, int(0.85 * c.steps): 1 / 3}
+    step = optax.piecewise_constant_schedule(c.step_size, cuts)
+    inside: dict[str, Any] = {"step_size": step, "metric": Ensemble(c.limit)}
+    shapes: dict[str, Kernel] = {
+        f"{kind.__name__}, {scale:g}": kind(bandwidth=Median(scale))
+        for kind in (RBF, IMQ, Laplace)
+        for scale in (0.25, 1.0, 4.0)
+    }
+    flows = {}
+    for name, kernel in shapes.items():
+        flows |= {
+            ("svgd", name): lambda t, k=kernel: px.svgd(t, kernel=k, **inside),
+            ("blob", name): lambda t, k=kernel: px.w_sgld_b(t, kernel=k, **inside),
+            ("blob, safeguarded", name): lambda t, k=kernel: px.w_sgld_b(
+                t, kernel=k, calibrate="matched", **inside
+            ),
+        }
+    return flows
+
+
 def measures(x: jax.Array, problem: Problem) -> dict[str, float]:
     """How far the cloud's mean and covariance are from the truth's, in the truth's own units."""
     cloud = np.asarray(x, float)
@@ -173,7 +198,8 @@ def study(c: Config, console: Console) -> list[dict]:
         problem = everything[name]()
         for num in map(int, c.particles.split(",")):
             key = jax.random.fold_in(jax.random.key(c.seed), num)
-            for (sampler, how), make in {("draws", ""): None, **samplers(c)}.items():
+            flows = kernel_flows(c) if c.kernels else samplers(c)
+            for (sampler, how), make in {("draws", ""): None, **flows}.items():
                 began = time.perf_counter()
                 metrics = one(c, make, problem, num, key)
                 seconds = time.perf_counter() - began
@@ -182,7 +208,9 @@ def study(c: Config, console: Console) -> list[dict]:
                     "step_size": c.step_size, "learning_rate": c.learning_rate, "wider": c.wider,
                 }  # fmt: skip
                 failed = metrics.pop("failed", None)
-                entry = records.record("few", settings, c.seed, metrics, seconds)
+                entry = records.record(
+                    "kernels" if c.kernels else "few", settings, c.seed, metrics, seconds
+                )
                 found.append(entry if failed is None else {**entry, "failed": failed})
                 said = failed or ", ".join(f"{k} {v:.2f}" for k, v in entry["metrics"].items())
                 console.print(f"{name}, M = {num}, {sampler} {how}: {said}", soft_wrap=True)
@@ -193,24 +221,46 @@ ORDER = [(s, t) for s in ("svgd", "w_sgld", "w_sgld_b", "pi_sgld")
          for t in ("plain", "Ensemble", "calibrated", "safeguarded")]  # fmt: skip
 
 
-def cell(found: list[dict], sampler: str, how: str, target: str, num: int) -> str:
-    """Covariance error, and the range of sd ratios."""
+def pick(found: list[dict], flow: tuple[str, str], target: str, num: int) -> dict | None:
+    """The record of one flow on one target."""
     for r in found:
         c = r["config"]
-        if (c["sampler"], c["treatment"], c["target"], c["M"]) == (sampler, how, target, num):
-            m = r["metrics"]
-            if not m:
-                return "-" if r["failed"] == "needs more particles" else r["failed"]
-            return f"{m['covariance']:.2f} ({m['smallest sd']:.2f} to {m['largest sd']:.2f})"
-    return "-"
+        if (c["sampler"], c["treatment"], c["target"], c["M"]) == (*flow, target, num):
+            return r
+    return None
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0e}"
+
+
+def _cell(record: dict | None, *names: str) -> str:
+    if record is None or record.get("failed") == "needs more particles":
+        return "-"
+    if not record["metrics"]:
+        return record["failed"]
+    return " / ".join(_short(record["metrics"][name]) for name in names)
 
 
 def table(found: list[dict], num: int) -> report.Rows:
-    """For one number of particles: targets by flow, error of the covariance and range of sd ratios."""
+    """For one number of particles: sd over the true sd, smallest and largest over coordinates."""
     flows = [("draws", ""), ("svgd", "plain"), ("svgd", "Ensemble"), *ORDER[9:12]]
     targets = dict.fromkeys(r["config"]["target"] for r in found)
     rows = [["target", *("independent draws" if s == "draws" else f"{s}, {t}" for s, t in flows)]]
-    rows += [[name, *(cell(found, s, t, name, num) for s, t in flows)] for name in targets]
+    for name in targets:
+        cells = (pick(found, flow, name, num) for flow in flows)
+        rows.append([name, *(_cell(r, "smallest sd", "largest sd") for r in cells)])
+    return rows
+
+
+def grid(found: list[dict], num: int) -> report.Rows:
+    """For one number of particles, every flow on every target: error of the mean / of the covariance."""
+    targets = list(dict.fromkeys(r["config"]["target"] for r in found))
+    rows = [["sampler", "treatment", *targets]]
+    for flow in [("draws", ""), *ORDER]:
+        seen = [pick(found, flow, name, num) for name in targets]
+        if any(r is not None for r in seen):
+            rows.append([*flow, *(_cell(r, "mean", "covariance") for r in seen)])
     return rows
 
 
@@ -237,6 +287,27 @@ def summary(found: list[dict]) -> report.Rows:
     return rows
 
 
+def by_kernel(found: list[dict]) -> report.Rows:
+    """By kernel: the median over targets of the covariance's error, for each sampler."""
+    samplers = [s for s in dict.fromkeys(r["config"]["sampler"] for r in found) if s != "draws"]
+    rows = [["kernel, bandwidth over med² / log M", *samplers]]
+    for kernel in dict.fromkeys(
+        r["config"]["treatment"] for r in found if r["config"]["treatment"]
+    ):
+        cells = []
+        for sampler in samplers:
+            here = [
+                r
+                for r in found
+                if (r["config"]["sampler"], r["config"]["treatment"]) == (sampler, kernel)
+            ]
+            cells.append(
+                _short(float(np.median([r["metrics"].get("covariance", np.inf) for r in here])))
+            )
+        rows.append([kernel, *cells])
+    return rows
+
+
 def main(c: Config) -> None:
     """Run the study and print it, or draw the figure."""
     console = Console()
@@ -247,8 +318,12 @@ def main(c: Config) -> None:
         c = dataclasses.replace(c, steps=50, targets="Gaussian, D = 2;banana", particles="20")
     found = study(c, console)
     if c.record:
-        records.write(records.RESULTS / "few" / f"{c.record}.jsonl", found)
-    report.show(console, "median covariance error, median mean error", summary(found))
+        folder = "kernels" if c.kernels else "few"
+        records.write(records.RESULTS / folder / f"{c.record}.jsonl", found)
+    if c.kernels:
+        report.show(console, "median covariance error", by_kernel(found))
+    else:
+        report.show(console, "median covariance error, median mean error", summary(found))
 
 
 if __name__ == "__main__":

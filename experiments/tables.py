@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments import records, report, toy
+from experiments import few, records, reference, report, toy
 
 TABLES: dict[str, Callable[[], report.Rows]] = {
     "toy-2000": lambda: toy.summary(records.read("toy"), 2000),
@@ -18,6 +18,14 @@ TABLES: dict[str, Callable[[], report.Rows]] = {
         f"toy-{num}-{name}": lambda num=num, name=name: toy.table(records.read("toy"), num, name)
         for num in (2000, 50)
         for name in toy.DENSITIES
+    },
+    "reference": lambda: reference.table(records.read("reference")),
+    "reference-summary": lambda: reference.summary(records.read("reference")),
+    "few-summary": lambda: few.summary(records.read("few")),
+    "few-sd": lambda: few.table(records.read("few"), 100),
+    **{
+        f"few-{num}": lambda num=num: few.grid(records.read("few"), num)
+        for num in (20, 50, 100, 200)
     },
 }
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
