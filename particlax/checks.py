@@ -81,3 +81,8 @@ def as_key(key: Any) -> Array:
         if key.shape == (2,) and key.dtype == jnp.uint32:  # jax.random.PRNGKey
             return jax.random.wrap_key_data(jnp.asarray(key))
     raise OptionError(f"key is {key!r}; expected one JAX key, for instance jax.random.key(0)")
+
+
+def as_generator(key: Array) -> np.random.Generator:
+    """A NumPy generator that is a function of a JAX key: for draws not worth compiling."""
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())

@@ -8,7 +8,7 @@ of a mixture fitted to the cloud, so that particles change modes with the right 
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from particlax.target import Target
 
 __all__ = ["Density", "Mixture", "Trace", "Tuning", "Walkers", "hop", "window"]
 
+Numbers: TypeAlias = Any
+"""An array on the device or on the host."""
 SNAPSHOTS = 16
 """Clouds kept in one window."""
 ACCEPTANCE = 0.8
@@ -46,6 +48,12 @@ class Density:
         leaves, structure = jax.tree.flatten(point)
         shapes = tuple(tuple(np.shape(leaf)) for leaf in leaves)
         return cls(target, structure, shapes, tuple(np.dtype(leaf.dtype) for leaf in leaves))
+
+    def flatten(self, cloud: PyTree) -> np.ndarray:
+        """A cloud of points as an M x D matrix, on the host."""
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(cloud)]
+        dtype = jnp.result_type(*self.dtypes)
+        return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], 1).astype(dtype)
 
     def unflatten(self, flat: Any) -> PyTree:
         """Arrays [..., D] as a pytree; leading axes stay."""
@@ -73,21 +81,21 @@ class Density:
 class Walkers(NamedTuple):
     """The particles, what is known of the density there, and each one's step size."""
 
-    x: Float[Array, "M D"]
-    log_density: Float[Array, " M"]
-    score: Float[Array, "M D"]
-    log_step: Float[Array, " M"]
+    x: Float[Numbers, "M D"]
+    log_density: Float[Numbers, " M"]
+    score: Float[Numbers, "M D"]
+    log_step: Float[Numbers, " M"]
 
 
 class Tuning(NamedTuple):
     """How a window moves: the factor L, and trajectories of `length` in z, of at most `most` steps."""
 
-    factor: Float[Array, "D D"]
-    length: Float[Array, ""]
-    most: Int[Array, ""]
-    gain: Float[Array, ""]
+    factor: Float[Numbers, "D D"]
+    length: Float[Numbers, ""]
+    most: Int[Numbers, ""]
+    gain: Float[Numbers, ""]
     """How fast step sizes are tuned; 0 freezes them, and the window is then exact."""
-    shared: Bool[Array, ""]
+    shared: Bool[Numbers, ""]
     """Tune one step size for all by the mean acceptance, or each particle's by its own."""
 
 
@@ -106,9 +114,9 @@ class Trace(NamedTuple):
 class Mixture(NamedTuple):
     """K Gaussians: log weights, centres, Cholesky factors of the covariances."""
 
-    log_weight: Float[Array, " K"]
-    centre: Float[Array, "K D"]
-    factor: Float[Array, "K D D"]
+    log_weight: Float[Numbers, " K"]
+    centre: Float[Numbers, "K D"]
+    factor: Float[Numbers, "K D D"]
 
 
 @functools.partial(jax.jit, static_argnames=("density",))
@@ -117,9 +125,9 @@ def window(
     key: Key[Array, ""],
     walkers: Walkers,
     tuning: Tuning,
-    thin: Int[Array, ""],
+    thin: Int[Array, ""] | np.integer,
     *,
-    until: Int[Array, ""] | int = SNAPSHOTS,
+    until: Int[Array, ""] | np.integer | int = SNAPSHOTS,
 ) -> tuple[Walkers, Trace]:
     """`SNAPSHOTS` times `thin` trajectories, keeping every `thin`-th cloud; none after the first `until`."""
 
@@ -127,7 +135,7 @@ def window(
         walkers, key, accepted, moved, count = carry
         for_share, now = jax.random.split(jax.random.fold_in(key, i))
         share = jax.random.uniform(for_share, (), walkers.x.dtype, 0.5, 1.5)
-        wanted = share * tuning.length / jnp.exp(jnp.median(walkers.log_step))
+        wanted = share * tuning.length / jnp.exp(jnp.mean(walkers.log_step))
         steps = jnp.clip(jnp.ceil(wanted), 1, tuning.most).astype(jnp.int32)
         walkers, rate, took = _trajectory(density, now, walkers, tuning, steps)
         return walkers, key, accepted + rate, moved | took, count + steps

@@ -6,7 +6,7 @@ and fits a Gaussian to every mode. Nothing changes within a round, so a round is
 for each particle, independent of the others.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from particlax import modes
+from particlax.checks import as_generator
 from particlax.evidence import Chains, moments
-from particlax.moves import SNAPSHOTS, Density, Mixture, Tuning, Walkers, hop, window
+from particlax.moves import SNAPSHOTS, Density, Mixture, Numbers, Tuning, Walkers, hop, window
 
 __all__ = ["Ensemble", "Round"]
 
@@ -39,6 +40,9 @@ UNMIXED = 1.1
 """R-hat of a window beyond which modes are looked for."""
 RUNAWAY = 1e15
 """Coordinates beyond this are on their way to infinity."""
+
+
+Points: TypeAlias = Float[Numbers, "M D"]
 
 
 class Round(NamedTuple):
@@ -116,9 +120,11 @@ class _Kept:
 class Ensemble:
     """Particles on their way to the target, and the budget they have left."""
 
-    def __init__(self, density: Density, key: Array, x: Float[Array, "M D"], budget: int):
+    def __init__(self, density: Density, key: Array, x: Points, budget: int):
         self.density, self.key, self.budget, self.spent = density, key, budget, 0
         self.dtype = x.dtype
+        # What is not worth compiling is done on the host.
+        self.random = as_generator(jax.random.fold_in(key, 0))
         self.factor = np.eye(x.shape[1])
         self.mixture: modes.Gaussians | None = None
         self.frozen = _Kept(1)
@@ -135,25 +141,25 @@ class Ensemble:
     @property
     def runaway(self) -> bool:
         """Whether some coordinate has gone to infinity."""
-        return not bool(jnp.all(jnp.abs(self.walkers.x) < RUNAWAY))
+        return not bool(np.all(np.abs(self.walkers.x) < RUNAWAY))
 
-    def evaluate(self, x: Float[Array, "M D"]) -> np.ndarray:
+    def evaluate(self, x: Points) -> np.ndarray:
         """Put the particles at `x`; which of them have a finite log density and score there?
 
         A trajectory of one step of no length, from nowhere: the program that samples also evaluates.
         """
-        nowhere = jnp.full(len(x), -jnp.inf, x.dtype)
-        self.walkers = Walkers(x, nowhere, jnp.zeros_like(x), nowhere)
+        x = np.asarray(x)
+        nowhere = np.full(len(x), -np.inf, x.dtype)
+        self.walkers = Walkers(x, nowhere, np.zeros_like(x), nowhere)
         self._trajectories(LOOK, thin=1, until=1)
-        self.walkers = self.walkers._replace(log_step=jnp.full(len(x), np.log(0.1), x.dtype))
+        self.walkers = self.walkers._replace(log_step=np.full(len(x), np.log(0.1), x.dtype))
         return np.isfinite(np.asarray(self.walkers.log_density))
 
     def fill(self, fine: np.ndarray) -> None:
         """Give particles that are not `fine` the place of others."""
         good = np.flatnonzero(fine)
-        self.key, now = jax.random.split(self.key)
         index = np.arange(len(fine))
-        index[~fine] = good[np.asarray(jax.random.randint(now, ((~fine).sum(),), 0, len(good)))]
+        index[~fine] = self.random.choice(good, (~fine).sum())
         self.walkers = jax.tree.map(lambda leaf: leaf[index], self.walkers)
 
     def here(self) -> Round:
@@ -183,7 +189,7 @@ class Ensemble:
 
     def tune(self) -> None:
         """One step size for all, the metric, and the modes."""
-        step = jnp.full_like(self.walkers.log_step, jnp.median(self.walkers.log_step))
+        step = np.full_like(self.walkers.log_step, np.median(self.walkers.log_step))
         self.walkers = self.walkers._replace(log_step=step)
         limit = 0.5 * self.budget
         for _ in range(TUNING):
@@ -237,24 +243,26 @@ class Ensemble:
         seen = self._trajectories(how, thin, SNAPSHOTS)
         if self.mixture is not None and self.left >= HOPS:
             self.key, now = jax.random.split(self.key)
-            mixture = Mixture(*(jnp.asarray(part, self.dtype) for part in self.mixture))
-            self.walkers, _ = hop(self.density, now, self.walkers, mixture, HOPS)
+            mixture = Mixture(*(part.astype(self.dtype) for part in self.mixture))
+            walkers, _ = hop(self.density, now, self.walkers, mixture, HOPS)
+            self.walkers = jax.tree.map(np.asarray, walkers)
             self.spent += HOPS
         return seen
 
     def _trajectories(self, how: _How, thin: int, until: int) -> _Seen:
         most = max(1, min(how.most, self.left // (until * thin)))
-        number = lambda value: jnp.asarray(value, self.dtype)
+        number = lambda value: np.asarray(value, self.dtype)
         tuning = Tuning(
             factor=number(self.factor),
             length=number(how.length),
-            most=jnp.int32(most),
+            most=np.asarray(most, np.int32),
             gain=number(how.gain),
-            shared=jnp.asarray(how.shared),
+            shared=np.asarray(how.shared),
         )
         self.key, now = jax.random.split(self.key)
-        program = self.density, now, self.walkers, tuning, jnp.int32(thin)
-        self.walkers, trace = window(*program, until=jnp.int32(until))
+        program = self.density, now, self.walkers, tuning, np.int32(thin)
+        walkers, trace = window(*program, until=np.int32(until))
+        self.walkers = jax.tree.map(np.asarray, walkers)
         seen = _Seen(*(np.asarray(leaf) for leaf in trace))
         self.spent += int(seen.evaluations)
         self.cost = int(seen.evaluations) / (until * thin)
@@ -271,7 +279,7 @@ class Ensemble:
         between = []
         for stop in modes.STOPS:
             way = (1 - stop) * x[pairs[:, 0]] + stop * x[pairs[:, 1]]
-            self.evaluate(jnp.asarray(np.concatenate([way, x[:1]]), self.dtype))
+            self.evaluate(np.concatenate([way, x[:1]]).astype(self.dtype))
             between.append(np.asarray(self.walkers.log_density, float)[:-1])
         self.walkers, self.cost = walkers, cost
         ends = np.asarray(walkers.log_density, float)

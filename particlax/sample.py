@@ -11,16 +11,14 @@ import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from particlax.checks import as_key, positive, whole
+from particlax.checks import as_generator, as_key, positive, whole
 from particlax.errors import OptionError, ParticleError, TargetError, known_options
 from particlax.evidence import Check, Moments, judge, moments
 from particlax.moves import SNAPSHOTS, Density
 from particlax.particles import (
     as_cloud,
     dimension,
-    flatten,
     num_particles,
-    random_like,
     replicate,
 )
 from particlax.phases import Ensemble, Round
@@ -155,7 +153,7 @@ def sample(
     unflatten = lambda flat: jax.tree.map(jnp.asarray, density.unflatten(flat))
     return Sample(
         draws=unflatten(_chosen(x, num_draws, pick_key)),
-        particles=density.unflatten(ensemble.walkers.x),
+        particles=unflatten(ensemble.walkers.x),
         converged=all(check.passed for check in evidence),
         evidence=tuple(evidence),
         chains=density.unflatten(x),
@@ -262,25 +260,33 @@ def _start(init: Any, particles: PyTree, key: Array, num: int) -> tuple[PyTree, 
             raise OptionError(f"init(key) does not give points of one shape: {error}") from None
         return as_cloud(cloud), None
     try:
-        many = replicate(init, num)
+        many = jax.tree.map(np.asarray, replicate(init, num))
     except (ValueError, TypeError):
         raise OptionError(
             f"init is {init!r}; expected a point (arrays or numbers, in any pytree) or a function of a key"
         ) from None
     num_particles(many)
-    noise = random_like(key, many, jax.random.normal)
-    # Far out, a step of one is lost in rounding. The given point itself is one of the particles.
-    size = lambda leaf: jnp.maximum(1, jnp.sqrt(jnp.finfo(leaf.dtype).eps) * jnp.abs(leaf))
-    cloud = jax.tree.map(lambda p, z: (p + size(p) * z).at[0].set(p[0]), many, noise)
-    return cloud, jax.tree.map(lambda leaf: leaf[0], many)
+    random = as_generator(key)
+    return jax.tree.map(lambda leaf: _around(leaf, random), many), jax.tree.map(
+        lambda leaf: leaf[0], many
+    )
+
+
+def _around(leaf: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Normal noise around copies of a point, of size one, or more where one is lost in rounding."""
+    size = np.maximum(1, np.sqrt(float(jnp.finfo(leaf.dtype).eps)) * np.abs(leaf))
+    with np.errstate(invalid="ignore"):  # an infinite point is refused later, in words
+        moved = (leaf + size * random.normal(size=leaf.shape)).astype(leaf.dtype)
+    moved[0] = leaf[0]  # the given point itself is one of the particles
+    return moved
 
 
 def _ready(density: Density, key: Array, cloud: PyTree, centre: PyTree, budget: int) -> Ensemble:
     """An ensemble in which every particle has a finite log density."""
     if dimension(cloud) == 0:
         raise ParticleError("a point has no coordinates; expected at least one")
-    x = flatten(cloud)[0]
-    if not bool(jnp.all(jnp.isfinite(x))):
+    x = density.flatten(cloud)
+    if not np.all(np.isfinite(x)):
         raise ParticleError(
             "the starting points have NaN or infinite coordinates; expected finite numbers. Check init or particles"
         )
@@ -288,11 +294,11 @@ def _ready(density: Density, key: Array, cloud: PyTree, centre: PyTree, budget: 
     ensemble = Ensemble(density, key, x, budget)
     fine = ensemble.fine
     if centre is not None:
-        middle = flatten(jax.tree.map(lambda leaf: leaf[None], centre))[0]
+        middle = density.flatten(jax.tree.map(lambda leaf: leaf[None], centre))
         for _ in range(RETRIES):
             if fine.all():
                 break
-            x = jnp.where(fine[:, None], x, 0.5 * (x + middle))
+            x = np.where(fine[:, None], x, 0.5 * (x + middle)).astype(x.dtype)
             fine = ensemble.evaluate(x)
     if not fine.any():
         raise TargetError(
@@ -316,8 +322,7 @@ def _names(cloud: PyTree) -> tuple[str, ...]:
 def _chosen(x: np.ndarray, num: int, key: Array) -> np.ndarray:
     """`num` of the draws, without repetition while there are enough."""
     flat = x.reshape(-1, x.shape[2])
-    order = np.asarray(jax.random.permutation(key, len(flat)))
-    return flat[np.resize(order, num)]
+    return flat[np.resize(as_generator(key).permutation(len(flat)), num)]
 
 
 class _Note:

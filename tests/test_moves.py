@@ -98,7 +98,7 @@ class Slow:
         num = len(self.x)
         for_share, now = jax.random.split(now)
         share = float(jax.random.uniform(for_share, (), minval=0.5, maxval=1.5))
-        wanted = np.ceil(share * float(self.rule.length) / np.exp(np.median(self.log_step)))
+        wanted = np.ceil(share * float(self.rule.length) / np.exp(np.mean(self.log_step)))
         steps = int(np.clip(wanted, 1, int(self.rule.most)))
         for_step, for_momentum, for_test = jax.random.split(now, 3)
         jitter = np.asarray(jax.random.uniform(for_step, (num + 1, 1), minval=JITTER))[:, 0]
