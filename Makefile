@@ -3,13 +3,21 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo study test lint api clean
+.PHONY: demo study reference few test lint api clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m experiments.toy
 
 study: $(VENV)/.demo
 	$(BIN)/python -m experiments.toy --seeds=5 --record
+
+reference: $(VENV)/.peers
+	$(BIN)/python -m experiments.reference --peers --record=study
+
+few: $(VENV)/.demo
+	$(BIN)/python -m experiments.few --record=study
+	$(BIN)/python -m experiments.few --kernels --particles=100 --record=study
+	$(BIN)/python -m experiments.few --figure
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2

@@ -103,7 +103,7 @@ def table(found: list[dict]) -> report.Rows:
             mean = max(r["metrics"]["mean"] for r in here)
             ratio = _furthest([r["metrics"]["sd"] for r in here])
             seconds = np.median([r["seconds"] for r in here])
-            cells.append(f"{mean:.2g}, {ratio:.2g}, {seconds:.1f} s")
+            cells.append(f"{mean:.2g}, {ratio:.3g}, {seconds:.1f} s")
         rows.append([name.split("-")[0], *cells])
     return rows
 

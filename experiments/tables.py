@@ -22,6 +22,7 @@ TABLES: dict[str, Callable[[], report.Rows]] = {
     "reference": lambda: reference.table(records.read("reference")),
     "reference-summary": lambda: reference.summary(records.read("reference")),
     "few-summary": lambda: few.summary(records.read("few")),
+    "kernels": lambda: few.by_kernel(records.read("kernels")),
     "few-sd": lambda: few.table(records.read("few"), 100),
     **{
         f"few-{num}": lambda num=num: few.grid(records.read("few"), num)

@@ -1,10 +1,13 @@
 """The experiments run at a tiny size, and what is written from records is up to date."""
 
+import dataclasses
 import json
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from experiments import config, records, tables, toy
+from experiments import config, few, records, reference, tables, toy
 
 
 def test_the_toy_study_writes_its_report(tmp_path, capsys):
@@ -72,3 +75,71 @@ def test_bad_settings_end_with_a_message(argument, words):
 def test_settings_are_typed():
     settings = config.parse(toy.Config, ["--steps=7", "--record", "--gamma=0.5"])
     assert (settings.steps, settings.record, settings.gamma) == (7, True, 0.5)
+
+
+def test_the_few_particle_study_at_a_tiny_size(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    settings = few.Config(steps=3, targets="Gaussian, D = 2;Student t, D = 10", particles="8,15")
+    few.main(dataclasses.replace(settings, record="tiny"))
+    found = records.read("few")
+    assert len(found) == 2 * 2 * 15
+    refused = [r for r in found if r.get("failed") == "needs more particles"]
+    assert {(r["config"]["target"], r["config"]["M"]) for r in refused} == {
+        ("Student t, D = 10", 8)
+    }
+    for rows in (few.summary(found), few.table(found, 15), few.grid(found, 8)):
+        assert len({len(row) for row in rows}) == 1
+    assert "median covariance error" in capsys.readouterr().out
+
+
+def test_measures_of_a_known_cloud():
+    problem = few.gaussian(3, 10)
+    root = np.linalg.cholesky(problem.covariance)
+    white = np.linalg.qr(np.random.default_rng(0).normal(size=(20, 4)))[0]
+    white = white - white.mean(0)
+    white = np.linalg.qr(white)[0][:, :3] * np.sqrt(20)
+    cloud = problem.mean + 1.5 * white @ root.T
+    seen = few.measures(jnp.asarray(cloud, jnp.float32), problem)
+    assert seen["mean"] < 1e-5
+    assert abs(seen["covariance"] - 1.25) < 1e-4
+    assert abs(seen["variance"] - 2.25) < 1e-4
+    assert abs(seen["smallest sd"] - 1.5) < 1e-4
+
+
+def test_an_unknown_target_is_named():
+    with pytest.raises(SystemExit, match="the targets are"):
+        few.main(few.Config(targets="Gauss"))
+
+
+def test_the_reference_study_needs_its_folder(monkeypatch):
+    monkeypatch.delenv("PARTICLAX_POSTERIORDB", raising=False)
+    with pytest.raises(SystemExit, match="PARTICLAX_POSTERIORDB"):
+        reference.main(reference.Config())
+
+
+def test_the_committed_records_show_what_the_docs_say():
+    """Ours is right in every run and faster than NUTS in all; the safeguard is what choose.md says."""
+    found = records.read("reference")
+    ours = [r for r in found if r["config"]["sampler"] == reference.OURS]
+    assert len(ours) == 24
+    for entry in ours:
+        assert entry["metrics"]["mean"] < 0.1
+        assert 0.9 < entry["metrics"]["sd"] < 1.1
+        assert entry["seconds"] < 30
+        assert entry["notes"] == "converged"
+    seconds = {name: 0.0 for name in ("NumPyro NUTS", reference.OURS)}
+    for entry in found:
+        if entry["config"]["sampler"] in seconds:
+            seconds[entry["config"]["sampler"]] += entry["seconds"]
+    assert seconds[reference.OURS] < seconds["NumPyro NUTS"]
+    study = records.read("few")
+    for name in ("Gaussian, D = 10", "Gaussian, D = 10, condition 1e6", "Gaussian, D = 50"):
+        entry = few.pick(study, ("w_sgld_b", "safeguarded"), name, 100)
+        assert entry["metrics"]["covariance"] < 0.01
+    for name in ("log-gamma, D = 5", "garch", "banana"):
+        safe, linear = (
+            few.pick(study, ("w_sgld_b", how), name, 100)["metrics"]["covariance"]
+            for how in ("safeguarded", "calibrated")
+        )
+        assert safe < 0.2
+        assert linear > 1

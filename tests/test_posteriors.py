@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import posteriors
+from experiments import posteriors, reference
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared" / "posteriordb"
 
@@ -41,3 +41,14 @@ def test_parameters_have_the_names_of_the_reference(folder, name):
     posterior = posteriors.load(name, folder)
     assert posterior.constrain(posterior.point).shape == (len(posterior.names),)
     assert jnp.isfinite(posterior.log_density(posterior.point))
+
+
+@pytest.mark.parametrize("name", posteriors.MODELS)
+def test_px_sample_is_right_with_nothing_set(folder, name):
+    """Every mean within 0.1 reference sd, every sd within 10 %, from one point."""
+    posterior = posteriors.load(name, folder)
+    outcome = reference.ours(posterior, seed=7)
+    seen = reference.errors(posterior, outcome)
+    assert outcome.notes == "converged"
+    assert seen["mean"] < 0.1
+    assert 0.9 < seen["sd"] < 1.1
