@@ -279,7 +279,7 @@ def summary(found: list[dict]) -> report.Rows:
             possible = [r for r in here if r.get("failed") != "needs more particles"]
             errors = [r["metrics"].get("covariance", np.inf) for r in possible]
             means = [r["metrics"].get("mean", np.inf) for r in possible]
-            lost = sum(not r["metrics"] for r in possible)
+            lost = sum(not error < 1000 for error in errors)
             text = f"{np.median(errors):.2f}, {np.median(means):.2f}" if errors else "-"
             cells.append(text + (f" ({lost} diverged)" if lost else ""))
         if any(text != "-" for text in cells):

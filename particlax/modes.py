@@ -20,7 +20,7 @@ __all__ = [
     "neighbours",
 ]
 
-MOST = 8
+MOST = 32
 """The largest number of modes."""
 BARRIER = 5.0
 """How far the log density must dip between two neighbours for them to be in different modes."""
@@ -93,7 +93,7 @@ def whitened(x: Float[np.ndarray, "N D"], root: Float[np.ndarray, "D D"]) -> np.
 
 
 class Gaussians(NamedTuple):
-    """One Gaussian for each mode, padded to `MOST`: log weights (-inf: unused), centres, factors."""
+    """One Gaussian for each mode, padded to a power of two: log weights (-inf: unused), centres, factors."""
 
     log_weight: Float[np.ndarray, " K"]
     centre: Float[np.ndarray, "K D"]
@@ -168,11 +168,12 @@ def fit(x: Float[np.ndarray, "N M D"], labels: Int[np.ndarray, "N M"]) -> Gaussi
     dim, pooled = x.shape[2], covariance(x, labels)
     found, counts = np.unique(labels, return_counts=True)
     order = np.argsort(-counts)[:MOST]
-    log_weight = np.full(MOST, -np.inf)
-    centre, factors = np.zeros((MOST, dim)), np.tile(np.eye(dim), (MOST, 1, 1))
+    size = 1 << (len(order) - 1).bit_length()  # few sizes, few compilations
+    log_weight = np.full(size, -np.inf)
+    centre, factors = np.zeros((size, dim)), np.tile(np.eye(dim), (size, 1, 1))
     for k, which in enumerate(order):
         own = x[labels == found[which]]
-        num = counts[which] * min(1.0, 4 / len(x))  # neighbours in time are alike
+        num = counts[which] / 4  # neighbours in time are alike
         spread = (own - own.mean(0)).T @ (own - own.mean(0)) / len(own)
         mixed = (num * spread + (dim + 1) * pooled) / (num + dim + 1)
         centre[k], factors[k] = own.mean(0), factor(mixed, num + dim + 1)

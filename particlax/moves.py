@@ -109,6 +109,8 @@ class Trace(NamedTuple):
     moved: Bool[Array, " M"]
     evaluations: Int[Array, ""]
     """Score evaluations of each particle."""
+    lost: Int[Array, ""]
+    """Proposals refused because the score was not finite though the log density was."""
 
 
 class Mixture(NamedTuple):
@@ -132,35 +134,42 @@ def window(
     """`SNAPSHOTS` times `thin` trajectories, keeping every `thin`-th cloud; none after the first `until`."""
 
     def one(i: Array, carry: Any) -> Any:
-        walkers, key, accepted, moved, count = carry
+        walkers, key, accepted, moved, count, lost = carry
         for_share, now = jax.random.split(jax.random.fold_in(key, i))
         share = jax.random.uniform(for_share, (), walkers.x.dtype, 0.5, 1.5)
         wanted = share * tuning.length / jnp.exp(jnp.mean(walkers.log_step))
         steps = jnp.clip(jnp.ceil(wanted), 1, tuning.most).astype(jnp.int32)
-        walkers, rate, took = _trajectory(density, now, walkers, tuning, steps)
-        return walkers, key, accepted + rate, moved | took, count + steps
+        walkers, rate, took, broken = _trajectory(density, now, walkers, tuning, steps)
+        return (
+            walkers,
+            key,
+            accepted + rate,
+            moved | took,
+            count + steps,
+            lost + jnp.sum(broken, dtype=jnp.int32),
+        )
 
     def snapshot(carry: Any, place: Any) -> tuple[Any, Any]:
-        (walkers, accepted, moved, count), (key, number) = carry, place
-        start = (walkers, key, accepted, moved, count)
+        (walkers, accepted, moved, count, lost), (key, number) = carry, place
+        start = (walkers, key, accepted, moved, count, lost)
         num = jnp.where(number < until, thin, 0)
-        walkers, _, accepted, moved, count = lax.fori_loop(0, num, one, start)
+        walkers, _, accepted, moved, count, lost = lax.fori_loop(0, num, one, start)
         kept = walkers.x, walkers.log_density, walkers.score
-        return (walkers, accepted, moved, count), kept
+        return (walkers, accepted, moved, count, lost), kept
 
     num = len(walkers.x)
-    zeros = jnp.zeros(num, walkers.x.dtype), jnp.zeros(num, bool), jnp.int32(0)
+    zeros = jnp.zeros(num, walkers.x.dtype), jnp.zeros(num, bool), jnp.int32(0), jnp.int32(0)
     places = jax.random.split(key, SNAPSHOTS), jnp.arange(SNAPSHOTS)
-    (walkers, accepted, moved, count), kept = lax.scan(snapshot, (walkers, *zeros), places)
+    (walkers, accepted, moved, count, lost), kept = lax.scan(snapshot, (walkers, *zeros), places)
     x, log_density, score = kept
     rate = accepted / (until * thin)
-    return walkers, Trace(x, log_density, score, rate, moved, count)
+    return walkers, Trace(x, log_density, score, rate, moved, count, lost)
 
 
 def _trajectory(
     density: Density, key: Array, walkers: Walkers, tuning: Tuning, steps: Array
-) -> tuple[Walkers, Array, Array]:
-    """One leapfrog trajectory of every particle and its Metropolis test."""
+) -> tuple[Walkers, Array, Array, Array]:
+    """One leapfrog trajectory of every particle and its Metropolis test; its rate, whether taken, whether broken."""
     x, before, score, log_step = walkers
     for_step, for_momentum, for_test = jax.random.split(key, 3)
     jitter = jax.random.uniform(for_step, (len(x) + 1, 1), x.dtype, JITTER, 1.0)
@@ -184,13 +193,15 @@ def _trajectory(
     gain = after - before - 0.5 * jnp.sum(p**2 - momentum**2, 1)
     # From nowhere (the very first evaluation) any point will do; nowhere is never gone to.
     gain = jnp.where(before == -jnp.inf, 0.0, gain)
-    fine = jnp.isfinite(after) & jnp.all(jnp.isfinite(y) & jnp.isfinite(slope), 1)
+    there = jnp.isfinite(after) & jnp.all(jnp.isfinite(y), 1)
+    fine = there & jnp.all(jnp.isfinite(slope), 1)
     rate = jnp.where(fine & ~jnp.isnan(gain), jnp.exp(jnp.minimum(gain, 0.0)), 0.0)
     took = jax.random.uniform(for_test, rate.shape, rate.dtype) < rate
     signal = jnp.where(tuning.shared, jnp.mean(rate), rate)
     # Careful steps say nothing about what a whole one may be.
     log_step = log_step + jnp.where(careful, 0.0, tuning.gain) * (signal - ACCEPTANCE)
-    return _choose(took, Walkers(y, after, slope, log_step), walkers, log_step), rate, took
+    walkers = _choose(took, Walkers(y, after, slope, log_step), walkers, log_step)
+    return walkers, rate, took, there & ~fine
 
 
 def _choose(took: Array, new: Walkers, old: Walkers, log_step: Array) -> Walkers:
@@ -209,12 +220,18 @@ def hop(
 ) -> tuple[Walkers, Float[Array, ""]]:
     """`times` independent proposals from the mixture for every particle; the mean acceptance rate."""
 
-    def log_q(x: Array) -> Array:
-        def component(log_weight: Array, centre: Array, factor: Array) -> Array:
-            z = jax.scipy.linalg.solve_triangular(factor, (x - centre).T, lower=True)
-            return log_weight - 0.5 * jnp.sum(z**2, 0) - jnp.sum(jnp.log(jnp.diagonal(factor)))
+    eye = jnp.eye(walkers.x.shape[1], dtype=walkers.x.dtype)
+    invert = lambda factor: jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
+    inverse = jax.vmap(invert)(mixture.factor)
+    volume = jnp.sum(jnp.log(jnp.diagonal(mixture.factor, axis1=1, axis2=2)), 1)
+    log_height = mixture.log_weight - volume
 
-        return jax.nn.logsumexp(jax.vmap(component)(*mixture), axis=0)
+    def log_q(x: Array) -> Array:
+        component = lambda height, centre, inverse: (
+            height - 0.5 * jnp.sum(matmul(x - centre, inverse.T) ** 2, 1)
+        )
+        parts = jax.vmap(component)(log_height, mixture.centre, inverse)
+        return jax.nn.logsumexp(parts, axis=0)
 
     def one(i: Array, carry: Any) -> Any:
         walkers, total = carry

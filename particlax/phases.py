@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from particlax import modes
 from particlax.checks import as_generator
-from particlax.evidence import Chains, moments
+from particlax.evidence import Chains, mixing, strangers
 from particlax.moves import SNAPSHOTS, Density, Mixture, Numbers, Tuning, Walkers, hop, window
 
 __all__ = ["Ensemble", "Round"]
@@ -55,6 +55,8 @@ class Round(NamedTuple):
     """Shares of the draws in each mode."""
     length: int
     """Trajectories of each chain."""
+    lost: int
+    """Proposals whose score was not finite though their log density was."""
 
 
 class _How(NamedTuple):
@@ -80,13 +82,14 @@ class _Seen(NamedTuple):
     acceptance: np.ndarray
     moved: np.ndarray
     evaluations: np.ndarray
+    lost: np.ndarray
 
 
 class _Kept:
     """The clouds of a frozen round: of every `thin` trajectories, the last."""
 
     def __init__(self, thin: int):
-        self.thin, self.trajectories = thin, 0
+        self.thin, self.trajectories, self.lost = thin, 0, 0
         self.traces: list[_Seen] = []
         self.fresh: list[np.ndarray] = []
         """Whether there were hops between a cloud and the one before."""
@@ -99,6 +102,7 @@ class _Kept:
         self.traces.append(trace)
         self.fresh.append(np.arange(len(trace.x)) == 0)
         self.trajectories += len(trace.x) * self.thin
+        self.lost += int(trace.lost)
 
     def halve(self) -> None:
         """Keep every other cloud, the later of two."""
@@ -106,7 +110,7 @@ class _Kept:
         even = len(fresh) // 2 * 2
         x, log_density, score = (part[1:even:2] for part in chains[:3])
         few = np.zeros(0)
-        self.traces = [_Seen(x, log_density, score, few, chains.moved, few)]
+        self.traces = [_Seen(x, log_density, score, few, chains.moved, few, few)]
         self.fresh = [fresh[:even:2] | fresh[1:even:2]]
         self.thin *= 2
 
@@ -128,6 +132,7 @@ class Ensemble:
         self.factor = np.eye(x.shape[1])
         self.mixture: modes.Gaussians | None = None
         self.frozen = _Kept(1)
+        self.height = np.zeros(len(x))
         self.cost = 1.0
         """Score evaluations of a trajectory, lately."""
         self.fine = self.evaluate(x)
@@ -161,13 +166,14 @@ class Ensemble:
         index = np.arange(len(fine))
         index[~fine] = self.random.choice(good, (~fine).sum())
         self.walkers = jax.tree.map(lambda leaf: leaf[index], self.walkers)
+        self.height = self.height[index]
 
     def here(self) -> Round:
         """The present cloud as a round of two equal steps, for want of a better one."""
         twice = lambda leaf: np.stack([np.asarray(leaf, float)] * 2)
         now, moved = self.walkers, np.zeros(len(self.walkers.x), bool)
         chains = Chains(twice(now.x), twice(now.log_density), twice(now.score), moved)
-        return Round(chains, np.ones(2, bool), (1.0,), 0)
+        return Round(chains, np.ones(2, bool), (1.0,), 0, 0)
 
     def settle(self) -> None:
         """Descend to where the mass is: short trajectories, each particle with its own step."""
@@ -177,8 +183,8 @@ class Ensemble:
                 return
             trace = self._window(SETTLE)
             late = trace.log_density[SNAPSHOTS // 2 :]
-            good = late >= self._bar(late[-1])
-            near = trace.x[SNAPSHOTS // 2 :][good].astype(float)[None]
+            good = self.height >= self._bar(self.height)
+            near = trace.x[SNAPSHOTS // 2 :, good].astype(float)
             self._shape(near, np.zeros(near.shape[:2], int), len(self.walkers.x))
             if count >= PATIENCE:
                 self._relieve()
@@ -195,13 +201,12 @@ class Ensemble:
         for _ in range(TUNING):
             if self.runaway or self.spent > limit:
                 return
-            self._relieve()
             trace = self._window(TUNE)
-            self.learn(trace.x.astype(float), np.arange(SNAPSHOTS) == 0)
+            first = np.arange(SNAPSHOTS) == 0
+            self.learn(trace.x.astype(float), trace.log_density.astype(float), first)
 
     def round(self, length: int) -> Round | None:
         """A new round of `length` trajectories, tuned and then frozen; None if there is no budget for it."""
-        self._relieve()
         if self.left >= 2 * SNAPSHOTS:
             self._window(RETUNE)
         self.frozen = _Kept(max(1, length // KEPT))
@@ -220,12 +225,18 @@ class Ensemble:
             return None
         chains = kept.chains()
         shares = self._shares(chains.x)
-        return Round(chains, np.concatenate(kept.fresh), shares, kept.trajectories)
+        return Round(chains, np.concatenate(kept.fresh), shares, kept.trajectories, kept.lost)
 
-    def learn(self, x: Float[np.ndarray, "N M D"], fresh: Bool[np.ndarray, " N"]) -> None:
+    def learn(
+        self,
+        x: Float[np.ndarray, "N M D"],
+        log_density: Float[np.ndarray, "N M"],
+        fresh: Bool[np.ndarray, " N"],
+    ) -> None:
         """Metric and modes from the clouds of a window or a round."""
         labels = np.zeros(x.shape[:2], int)
-        if self.mixture is not None or moments(x).rhat.max() > UNMIXED:
+        apart = mixing(x, log_density).max() > UNMIXED or strangers(log_density) > 0
+        if self.mixture is not None or apart:
             own = self._modes()[None]
             if own.max() > 0:
                 first = modes.fit(np.asarray(self.walkers.x, float)[None], own)
@@ -241,6 +252,7 @@ class Ensemble:
     def _window(self, how: _How, thin: int = 1) -> _Seen:
         """Trajectories, then hops."""
         seen = self._trajectories(how, thin, SNAPSHOTS)
+        self._measure(seen)
         if self.mixture is not None and self.left >= HOPS:
             self.key, now = jax.random.split(self.key)
             mixture = Mixture(*(part.astype(self.dtype) for part in self.mixture))
@@ -293,16 +305,24 @@ class Ensemble:
         )
         return tuple(float(share) for share in np.sort(counts[counts > 0])[::-1])
 
-    def _bar(self, log_density: np.ndarray) -> float:
-        """The log density below which a particle is behind: no mode worth keeping is that much lower.
-
-        In D dimensions a mode wider by a factor c in each has a maximum lower by D log c at equal mass.
-        """
-        return float(np.quantile(log_density, 0.75)) - (30 + 3 * self.walkers.x.shape[1])
+    def _bar(self, height: np.ndarray) -> float:
+        """The height below which a particle is behind: no mode worth keeping is that much lower."""
+        return float(np.quantile(height, 0.75)) - (30 + self.walkers.x.shape[1])
 
     def _relieve(self) -> None:
-        """Particles that are behind take the place of others."""
-        level = np.asarray(self.walkers.log_density)
-        behind = ~(level >= self._bar(level))
+        """Particles that are behind take the place of others; only while each has a step of its own.
+
+        The height is the log density plus the log volume that a particle moves in, as far as its last window shows:
+        a wide mode lies low, and is not behind. Particles that did not move are taken to have the usual volume.
+        """
+        behind = ~(self.height >= self._bar(self.height))
         if behind.any():
             self.fill(~behind)
+
+    def _measure(self, seen: _Seen) -> None:
+        """The height of every particle in a window."""
+        late = seen.x[SNAPSHOTS // 2 :].astype(float)
+        sd = late.std(0)
+        usual = np.maximum(np.median(sd, 0), np.finfo(float).tiny)
+        volume = np.sum(np.log(np.where(sd > 0, sd, usual)), 1)
+        self.height = seen.log_density[SNAPSHOTS // 2 :].astype(float).mean(0) + volume

@@ -28,7 +28,7 @@ __all__ = ["Sample", "Summary", "sample"]
 
 FEWEST = 16
 """Fewest particles: with fewer, differences between chains say too little."""
-BUILT_IN = {"stein", "tails", "resolution"}
+BUILT_IN = {"stein", "tails", "resolution", "gradient"}
 """Checks that more draws cannot mend."""
 RETRIES = 12
 """How often a start without a finite log density is halved towards the given point."""
@@ -148,7 +148,8 @@ def sample(
         note("tuning")
         ensemble.tune()
         done, evidence, found = _rounds(ensemble, num_draws, tolerance, names, note)
-    evidence = [*evidence, _seen(done.shares)]
+    mixed = all(check.passed for check in evidence if check.name == "mixing")
+    evidence = [*evidence, _seen(done.shares, mixed)]
     x = done.chains.x
     unflatten = lambda flat: jax.tree.map(jnp.asarray, density.unflatten(flat))
     return Sample(
@@ -180,6 +181,7 @@ def _rounds(
             break
         found = moments(done.chains.x)
         evidence = judge(done.chains, found, tolerance=tolerance, names=list(names), digits=digits)
+        evidence.append(_gradient(done))
         best = done, evidence, found
         failed = {check.name for check in evidence if not check.passed}
         if not failed:
@@ -192,7 +194,7 @@ def _rounds(
                 -int(done.length * min(found.shortfall(tolerance), 1.0)) // SNAPSHOTS
             )
         else:
-            ensemble.learn(done.chains.x, done.fresh)
+            ensemble.learn(done.chains.x, done.chains.log_density, done.fresh)
             length = 2 * max(length, done.length)
     if best is not None and lost:
         return best
@@ -218,8 +220,21 @@ def _ended(ensemble: Ensemble, best: Any) -> tuple[Round, list[Check], Moments]:
     return best[0], [*best[1], last], best[2]
 
 
-def _seen(shares: tuple[float, ...]) -> Check:
-    several = f"{len(shares)} modes were found, with shares {', '.join(f'{s:.2f}' for s in shares)}"
+def _gradient(done: Round) -> Check:
+    if not done.lost:
+        return Check("gradient", True, "the score was finite wherever the log density was")
+    text = (
+        f"at {done.lost} proposals the log density was finite but its gradient was not, so they were refused and that "
+        "part of the space is missing. A jnp.where whose other branch is NaN does this"
+    )
+    return Check("gradient", False, text)
+
+
+def _seen(shares: tuple[float, ...], mixed: bool) -> Check:
+    parts = ", ".join(f"{share:.2f}" for share in shares)
+    several = f"{len(shares)} modes were found, " + (
+        f"with shares {parts}" if mixed else "with shares that are not known yet"
+    )
     text = several if len(shares) > 1 else "one mode was found"
     return Check("modes", True, f"{text}; this says nothing of modes that no particle has reached")
 
@@ -290,7 +305,13 @@ def _ready(density: Density, key: Array, cloud: PyTree, centre: PyTree, budget: 
         raise ParticleError(
             "the starting points have NaN or infinite coordinates; expected finite numbers. Check init or particles"
         )
-    jax.eval_shape(density.score, x)  # says what is wrong with the density before compiling it
+    try:
+        jax.eval_shape(density.score, x)  # says what is wrong with the density before compiling it
+    except jax.errors.TracerArrayConversionError as error:
+        raise TargetError(
+            "the log density turns its argument into a NumPy array; expected jax.numpy, which can be differentiated. "
+            f"JAX says: {str(error).splitlines()[0]}"
+        ) from None
     ensemble = Ensemble(density, key, x, budget)
     fine = ensemble.fine
     if centre is not None:

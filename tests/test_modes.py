@@ -287,10 +287,10 @@ def test_factor_without_any_spread_or_correlations():
 
 def test_fit_by_hand():
     x, labels = two_lumps()
-    found, (num, dim) = modes.fit(x, labels), (len(x), 3)
+    found, dim = modes.fit(x, labels), 3
     for k in range(2):  # the larger mode first
         own = x[labels == k]
-        weight = len(own) * min(1, 4 / num)
+        weight = len(own) / 4
         own_cov = np.cov(own.T, bias=True)
         mixed = (weight * own_cov + (dim + 1) * pooled(x, labels)) / (weight + dim + 1)
         np.testing.assert_allclose(found.centre[k], own.mean(0), rtol=1e-10)
@@ -298,9 +298,17 @@ def test_fit_by_hand():
             found.factor[k] @ found.factor[k].T, shrunk(mixed, weight + dim + 1), rtol=1e-5
         )
         np.testing.assert_allclose(np.exp(found.log_weight[k]), len(own) / labels.size)
-    assert np.all(found.log_weight[2:] == -np.inf)
-    assert found.log_weight.shape == (modes.MOST,)
-    np.testing.assert_array_equal(found.factor[2:], np.tile(np.eye(3), (modes.MOST - 2, 1, 1)))
+    assert found.log_weight.shape == (2,)
+
+
+def test_three_modes_are_padded_to_four():
+    x, labels = two_lumps()
+    labels = labels.copy()
+    labels[0, :] = 2
+    found = modes.fit(x, labels)
+    assert np.isfinite(found.log_weight).tolist() == [True, True, True, False]
+    np.testing.assert_array_equal(found.factor[3], np.eye(3))
+    assert found.labels(x).max() <= 2
 
 
 def test_a_rare_mode_is_still_proposed():
@@ -313,10 +321,11 @@ def test_a_rare_mode_is_still_proposed():
 
 
 def test_no_more_modes_than_the_most():
-    x = ref.cloud(60, 2)[None]
-    labels = np.minimum(np.arange(60) // 5, 11)[None]
+    x = ref.cloud(200, 2)[None]
+    labels = (np.arange(200) // 5)[None]
     labels[0, :3] = 7  # the largest
     found = modes.fit(x, labels)
+    assert len(found.log_weight) == modes.MOST == 32
     assert np.isfinite(found.log_weight).all()
     np.testing.assert_allclose(found.centre[0], x[labels == 7].mean(0))
 

@@ -27,6 +27,7 @@ CHECKS = [
     "moving",
     "tails",
     "resolution",
+    "gradient",
     "modes",
 ]
 
@@ -397,7 +398,7 @@ def test_modes_are_kept_from_a_round_that_was_thinned():
     ensemble = phases.Ensemble(density, jax.random.key(0), jnp.asarray(x, jnp.float32), 10_000)
     ensemble.mixture = modes.fit(x[None], first.astype(int)[None])
     done = ensemble.round(8 * SNAPSHOTS)
-    ensemble.learn(done.chains.x, done.fresh)
+    ensemble.learn(done.chains.x, done.chains.log_density, done.fresh)
     assert ensemble.mixture is not None
     for _ in range(6):  # down to two clouds
         ensemble.frozen.halve()
@@ -406,7 +407,8 @@ def test_modes_are_kept_from_a_round_that_was_thinned():
         ensemble.frozen = phases._Kept(1)
         ensemble.round(8 * SNAPSHOTS)
         ensemble.frozen.halve()
-        ensemble.learn(ensemble.frozen.chains().x, np.concatenate(ensemble.frozen.fresh))
+        chains = ensemble.frozen.chains()
+        ensemble.learn(chains.x, chains.log_density, np.concatenate(ensemble.frozen.fresh))
         assert ensemble.mixture is not None
 
 
@@ -582,3 +584,67 @@ def test_a_target_with_data():
     target = px.Target(log_prior=bell, log_likelihood=lambda p, batch: batch[:, 0], num_data=5)
     with pytest.raises(OptionError, match=r"likelihood with data.*closes over all data"):
         go(target, jnp.zeros(2))
+
+
+# ------------------------------------------------------------------------------------- what once fooled it
+
+
+def nested(dim, scale):
+    """Half of the mass in a spike inside the other half."""
+    spike = lambda x: -0.5 * jnp.sum((x / scale) ** 2) - dim * jnp.log(scale)
+    return lambda x: jnp.logaddexp(-0.5 * jnp.sum(x**2), spike(x))
+
+
+@pytest.mark.parametrize(("dim", "scale"), [(10, 0.1), (20, 0.15)])
+def test_a_mode_inside_another_is_not_overlooked(dim, scale):
+    """One chain in 128 sits in the spike: averages do not see it, and it is half of the mass."""
+    result = go(nested(dim, scale), jnp.zeros(dim), budget=5000)
+    ratio = np.asarray(result.draws).std(0) / np.sqrt(0.5 * (1 + scale**2))
+    assert not result.converged or np.all(np.abs(ratio - 1) < 0.1)
+
+
+def test_a_wide_mode_is_not_taken_for_one_that_is_behind():
+    dim, scale = 100, 1 / 30
+    narrow = lambda x: -0.5 * jnp.sum(((x - 5) / scale) ** 2) - dim * jnp.log(scale)
+    both = lambda x: jnp.logaddexp(jnp.log(0.7) - 0.5 * jnp.sum(x**2), jnp.log(0.3) + narrow(x))
+    start = np.random.default_rng(0).normal(size=(M, dim))
+    start[:38] = 5 + scale * start[:38]
+    result = go(both, particles=jnp.asarray(start, jnp.float32), budget=3000)
+    wide = np.asarray(result.particles).mean(1) < 2.5
+    assert 0.5 < wide.mean() < 0.9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_sd_is_vouched_for_where_tails_are_too_heavy(seed):
+    law = lambda x: -1.85 * jnp.log1p(x**2 / 2.7)
+    result = px.sample(law, jnp.zeros(()), key=jax.random.key(seed), budget=20_000, progress=False)
+    ratio = float(np.asarray(result.draws).std() / np.sqrt(2.7 / 0.7))
+    assert not result.converged or abs(ratio - 1) < 0.1
+
+
+def test_twelve_modes():
+    angle = np.arange(12) * np.pi / 6
+    centres = 10 * np.stack([np.cos(angle), np.sin(angle)], 1)
+
+    def ring(x):
+        return jax.nn.logsumexp(-0.5 * jnp.sum((x - jnp.asarray(centres, x.dtype)) ** 2, 1) / 0.09)
+
+    result = go(ring, lambda key: 12 * jax.random.normal(key, (2,)))
+    assert result.converged
+    assert len(result.modes) == 12
+    shares = np.bincount(
+        np.argmin(((np.asarray(result.draws)[:, None] - centres) ** 2).sum(2), 1), minlength=12
+    )
+    np.testing.assert_allclose(shares / 4000, 1 / 12, atol=0.03)
+
+
+def test_a_gradient_that_is_nan_where_the_density_is_not():
+    cut = lambda x: -0.5 * jnp.sum(x**2) + 0 * jnp.sum(jnp.where(x > -2, jnp.sqrt(x + 2), 0.0))
+    result = go(cut, jnp.zeros(2), budget=5000)
+    assert not result.converged
+    assert any("jnp.where" in reason for reason in result.reasons)
+
+
+def test_a_log_density_in_numpy():
+    with pytest.raises(TargetError, match=r"jax\.numpy"):
+        go(lambda x: -np.sum(np.asarray(x) ** 2), jnp.zeros(2))
