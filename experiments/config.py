@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import sys
 from typing import Any, TypeVar
 
 C = TypeVar("C")
@@ -12,27 +11,41 @@ class ConfigError(SystemExit):
     """A setting that is unknown or of the wrong type; ends the program with its message."""
 
 
-def parse(kind: type[C], arguments: list[str] | None = None) -> C:
-    """A config of dataclass `kind` with the overrides given on the command line."""
+def parse(kind: type[C], arguments: list[str]) -> C:
+    """A config of dataclass `kind` with the overrides given as `--key=value`."""
     fields = {field.name: field for field in dataclasses.fields(kind)}  # pyright: ignore
     values: dict[str, Any] = {}
-    for argument in sys.argv[1:] if arguments is None else arguments:
+    for argument in arguments:
         if argument in ("-h", "--help"):
-            lines = [f"  --{name}={field.default!r}" for name, field in fields.items()]
+            lines = [f"  --{name}={shown(field.default)}" for name, field in fields.items()]
             raise ConfigError("settings and their defaults:\n" + "\n".join(lines))
         name, sign, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"; did you mean --{near[0]}?" if near else ""
+            hint = f"; did you mean --{near[0]}?" if near else "."
             raise ConfigError(
                 f"unknown setting {argument!r}{hint} Expected one of "
                 + ", ".join(f"--{known}=" for known in fields)
             )
-        values[name] = _convert(name, text if sign else "true", type(fields[name].default))
+        if name in values:
+            raise ConfigError(f"--{name} is given twice; expected it once")
+        values[name] = _convert(name, text if sign else "true", fields[name].default)
     return kind(**values)
 
 
-def _convert(name: str, text: str, kind: type) -> Any:
+def shown(value: Any) -> str:
+    """A value as it would be typed."""
+    if isinstance(value, tuple):
+        return ",".join(map(shown, value))
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def _convert(name: str, text: str, default: Any) -> Any:
+    """`text` as the type of `default`; a tuple takes values separated by commas."""
+    kind = type(default)
+    if kind is tuple:
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        return tuple(_convert(name, part, default[0]) for part in parts)
     if kind is bool:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"

@@ -1,17 +1,16 @@
 """Few particles: where do deterministic flows come to rest, and with how much of the variance?
 
-python -m experiments.few --smoke              # two targets, few steps, in seconds
-python -m experiments.few --record=study           # the study, records in results/few (PARTICLAX_POSTERIORDB for all targets)
-python -m experiments.few --kernels --record=study   # kernels and bandwidths instead of samplers
-python -m experiments.few --figure             # the figure, from the records
+python -m experiments run few            # samplers; PARTICLAX_POSTERIORDB names the folder of the real posteriors
+python -m experiments run kernels        # kernels and bandwidths instead
 
 Every flow starts from a cloud drawn from the target and widened 1.5 times, so that what is measured is where it
 comes to rest, not how it travels.
 """
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
-from rich.console import Console
 
 import particlax as px
-from experiments import few_figure, posteriors, records, report
-from experiments.config import parse
+from experiments import few_figure, posteriors, report
+from experiments.study import Evaluation, Figure, Run, Study, Table
 from particlax.diffusions import Blob
 from particlax.kernels import IMQ, RBF, Kernel, Laplace, Median
 from particlax.metrics import Ensemble
@@ -39,14 +37,17 @@ class Config:
     learning_rate: float = 0.05  # of Adam, for flows in the identity metric
     limit: float = 2.0
     wider: float = 1.5
-    seed: int = 0
+    seeds: int = 1
     targets: str = ""  # some of them, separated by semicolons
-    particles: str = "20,50,100,200"
-    record: str = ""  # name of the file of records
-    figure: bool = False
-    kernels: bool = False  # compare kernels instead of samplers
-    smoke: bool = False
+    particles: tuple[int, ...] = (20, 50, 100, 200)
     posteriordb: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig(Config):
+    """Settings of the comparison of kernels."""
+
+    particles: tuple[int, ...] = (100,)
 
 
 class Problem(NamedTuple):
@@ -170,11 +171,13 @@ def measures(x: jax.Array, problem: Problem) -> dict[str, float]:
     }
 
 
-def one(c: Config, make: Callable | None, problem: Problem, num: int, key: jax.Array) -> dict:
+def one(c: Config, make: Callable | None, problem: Problem, num: int, seed: int) -> Evaluation:
     """Where a flow comes to rest: its measures, or why there are none. No flow: independent draws."""
+    began = time.perf_counter()
+    key = jax.random.fold_in(jax.random.key(seed), num)
     draws = problem.draws(key, num)
     if make is None:
-        return measures(draws, problem)
+        return Evaluation(measures(draws, problem), time.perf_counter() - began)
     mean = jnp.asarray(problem.mean, draws.dtype)
     start = mean + c.wider * (draws - mean)
     try:
@@ -182,39 +185,34 @@ def one(c: Config, make: Callable | None, problem: Problem, num: int, key: jax.A
         cloud = px.run(flow, start, steps=c.steps, key=key, progress=False).particles
     except px.errors.ParticlaxError as error:
         why = "diverged" if isinstance(error, px.errors.NonFiniteError) else "needs more particles"
-        return {"failed": why}
-    return measures(jnp.asarray(cloud), problem)
+        return Evaluation({}, time.perf_counter() - began, {"failed": why})
+    return Evaluation(measures(jnp.asarray(cloud), problem), time.perf_counter() - began)
 
 
-def study(c: Config, console: Console) -> list[dict]:
+def runs(c: Config) -> Iterator[Run]:
     """Every flow on every target with every number of particles."""
-    found = []
     wanted = [name.strip() for name in c.targets.split(";") if name.strip()]
     everything = problems(posteriors.home(c.posteriordb or None))
     unknown = [name for name in wanted if name not in everything]
     if unknown:
         raise SystemExit(f"no target {unknown[0]!r}; the targets are: {'; '.join(everything)}")
+    flows = kernel_flows(c) if isinstance(c, KernelConfig) else samplers(c)
+    common = {"steps": c.steps, "step_size": c.step_size}
+    common |= {"learning_rate": c.learning_rate, "wider": c.wider}
     for name in wanted or everything:
-        problem = everything[name]()
-        for num in map(int, c.particles.split(",")):
-            key = jax.random.fold_in(jax.random.key(c.seed), num)
-            flows = kernel_flows(c) if c.kernels else samplers(c)
+        problem = functools.cache(everything[name])
+        for num in c.particles:
             for (sampler, how), make in {("draws", ""): None, **flows}.items():
-                began = time.perf_counter()
-                metrics = one(c, make, problem, num, key)
-                seconds = time.perf_counter() - began
                 settings = {
-                    "target": name, "M": num, "sampler": sampler, "treatment": how, "steps": c.steps,
-                    "step_size": c.step_size, "learning_rate": c.learning_rate, "wider": c.wider,
-                }  # fmt: skip
-                failed = metrics.pop("failed", None)
-                entry = records.record(
-                    "kernels" if c.kernels else "few", settings, c.seed, metrics, seconds
-                )
-                found.append(entry if failed is None else {**entry, "failed": failed})
-                said = failed or ", ".join(f"{k} {v:.2f}" for k, v in entry["metrics"].items())
-                console.print(f"{name}, M = {num}, {sampler} {how}: {said}", soft_wrap=True)
-    return found
+                    "target": name,
+                    "M": num,
+                    "sampler": sampler,
+                    "treatment": how,
+                    **common,
+                }
+                for seed in range(c.seeds):
+                    todo = lambda m=make, p=problem, n=num, s=seed: [one(c, m, p(), n, s)]
+                    yield Run(settings, seed, todo)
 
 
 ORDER = [(s, t) for s in ("svgd", "w_sgld", "w_sgld_b", "pi_sgld")
@@ -308,23 +306,35 @@ def by_kernel(found: list[dict]) -> report.Rows:
     return rows
 
 
-def main(c: Config) -> None:
-    """Run the study and print it, or draw the figure."""
-    console = Console()
-    if c.figure:
-        console.print(f"figure: {few_figure.draw(records.read('few'))}", soft_wrap=True)
-        return
-    if c.smoke:
-        c = dataclasses.replace(c, steps=50, targets="Gaussian, D = 2;banana", particles="20")
-    found = study(c, console)
-    if c.record:
-        folder = "kernels" if c.kernels else "few"
-        records.write(records.RESULTS / folder / f"{c.record}.jsonl", found)
-    if c.kernels:
-        report.show(console, "median covariance error", by_kernel(found))
-    else:
-        report.show(console, "median covariance error, median mean error", summary(found))
-
-
-if __name__ == "__main__":
-    main(parse(Config))
+TINY = {"steps": 20, "targets": "Gaussian, D = 2", "particles": (100,)}
+STUDY = Study(
+    name="few",
+    title="Few particles: the variance that samplers keep, on 16 targets",
+    paper="",
+    takes="40 minutes",
+    config=Config,
+    runs=runs,
+    tables={
+        "few-summary": Table("median over targets: covariance error, mean error", summary),
+        "few-sd": Table("100 particles: sd over the true sd", lambda found: table(found, 100)),
+        **{
+            f"few-{num}": Table(
+                f"{num} particles: error of the mean / of the covariance",
+                lambda found, num=num: grid(found, num),
+            )
+            for num in (20, 50, 100, 200)
+        },
+    },
+    figures={"few": Figure(few_figure.CAPTION, few_figure.draw)},
+    smoke=TINY,
+)
+KERNELS = Study(
+    name="kernels",
+    title="Few particles: kernels and bandwidths",
+    paper="",
+    takes="20 minutes",
+    config=KernelConfig,
+    runs=runs,
+    tables={"kernels": Table("median covariance error over targets", by_kernel)},
+    smoke=TINY,
+)

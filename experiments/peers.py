@@ -6,21 +6,44 @@ Only SVGD has none for its optimizer: NumPyro shows Adagrad(0.05), whose particl
 pip install numpyro blackjax    # particlax itself needs neither
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.posteriors import Posterior, Tree
+from experiments.posteriors import Tree
 
 CHAINS, WARMUP, DRAWS = 4, 1000, 1000  # of NUTS
 PARTICLES, STEPS = 100, 2000  # of both SVGDs
 SVI_STEPS, SVI_DRAWS = 50_000, 4000  # with 10 000 steps sblrc is still far off
+
+
+class Density(Protocol):
+    """What a peer needs to know of a posterior."""
+
+    @property
+    def log_density(self) -> Callable[[Any], Any]:
+        """Of one tree of unconstrained parameters."""
+        ...
+
+    @property
+    def point(self) -> Tree:
+        """A tree of the parameters' shapes, where the search begins."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The least that is a `Density`."""
+
+    log_density: Callable[[Any], Any]
+    point: Tree
 
 
 class Outcome(NamedTuple):
@@ -63,7 +86,7 @@ def around(point: Tree, key: jax.Array, num: int, draw: Callable) -> Tree:
     )
 
 
-def sites(posterior: Posterior) -> tuple[Callable[[], None], Callable[[dict], Tree]]:
+def sites(posterior: Density) -> tuple[Callable[[], None], Callable[[dict], Tree]]:
     """A NumPyro model with one flat site per leaf and the density as a factor; its sites as a tree."""
     numpyro, dist = package("numpyro"), package("numpyro.distributions")
     leaves, shape = jax.tree.flatten(posterior.point)
@@ -83,7 +106,7 @@ def sites(posterior: Posterior) -> tuple[Callable[[], None], Callable[[dict], Tr
     return model, tree
 
 
-def nuts(posterior: Posterior, seed: int) -> Outcome:
+def nuts(posterior: Density, seed: int) -> Outcome:
     """NumPyro's NUTS: four chains from uniform(-2, 2), a thousand draws each after as many to warm up."""
     infer, diagnostics = package("numpyro.infer"), package("numpyro.diagnostics")
     began = time.perf_counter()
@@ -114,7 +137,7 @@ def nuts(posterior: Posterior, seed: int) -> Outcome:
     return found._replace(notes=notes)
 
 
-def numpyro_svgd(posterior: Posterior, seed: int, step_size: float = 0.5) -> Outcome:
+def numpyro_svgd(posterior: Density, seed: int, step_size: float = 0.5) -> Outcome:
     """NumPyro's SVGD: a hundred particles from uniform(-2, 2), Adagrad, its RBF kernel."""
     einstein, optim = package("numpyro.contrib.einstein"), package("numpyro.optim")
     began = time.perf_counter()
@@ -131,7 +154,7 @@ def numpyro_svgd(posterior: Posterior, seed: int, step_size: float = 0.5) -> Out
     return outcome(run(jax.random.key(seed)), PARTICLES * STEPS, began, notes)
 
 
-def blackjax_svgd(posterior: Posterior, seed: int, step_size: float = 0.5) -> Outcome:
+def blackjax_svgd(posterior: Density, seed: int, step_size: float = 0.5) -> Outcome:
     """BlackJAX's SVGD: a hundred particles from N(0, I), Adagrad, its RBF kernel with the median heuristic."""
     blackjax = package("blackjax")
     began = time.perf_counter()
@@ -148,7 +171,7 @@ def blackjax_svgd(posterior: Posterior, seed: int, step_size: float = 0.5) -> Ou
     return outcome(run(start), PARTICLES * STEPS, began, notes)
 
 
-def autonormal(posterior: Posterior, seed: int, step_size: float = 0.01) -> Outcome:
+def autonormal(posterior: Density, seed: int, step_size: float = 0.01) -> Outcome:
     """NumPyro's AutoNormal: an independent Gaussian per coordinate, fitted by SVI with Adam."""
     infer, optim = package("numpyro.infer"), package("numpyro.optim")
     began = time.perf_counter()

@@ -1,26 +1,25 @@
 """Real posteriors with reference draws: `px.sample` as it comes, and other packages' samplers beside it.
 
-python -m experiments.reference                              # px.sample, three seeds each
-python -m experiments.reference --peers --record=study       # the peers too (pip install numpyro blackjax)
+python -m experiments run reference                  # needs pip install particlax[peers]
+python -m experiments run reference --peers=false    # px.sample alone
 
 Nothing is set per posterior. Errors are over the reported (constrained) parameters; seconds include compilation,
 which no run inherits from another. PARTICLAX_POSTERIORDB says where the posteriors are.
 """
 
 import dataclasses
-import sys
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
-from rich.console import Console
 
 import particlax as px
-from experiments import posteriors, records, report
-from experiments.config import parse
+from experiments import posteriors, report
 from experiments.peers import PEERS, Outcome
 from experiments.posteriors import Posterior
+from experiments.study import Evaluation, Run, Study, Table
 
 OURS = "px.sample"
 
@@ -31,8 +30,7 @@ class Config:
 
     seeds: int = 3
     names: str = ""  # some of the posteriors, separated by commas
-    peers: bool = False
-    record: str = ""  # name of the file of records
+    peers: bool = True
     posteriordb: str = ""
 
 
@@ -56,36 +54,32 @@ def errors(posterior: Posterior, outcome: Outcome) -> dict[str, float]:
     return {"mean": float(mean), "sd": float(worst)}
 
 
-def study(c: Config, console: Console) -> list[dict]:
+def one(load: Callable[[], Posterior], run: Callable, seed: int) -> Iterator[Evaluation]:
+    """One sampler on one posterior, with nothing compiled beforehand."""
+    posterior = load()
+    jax.clear_caches()
+    outcome = run(posterior, seed)
+    metrics = {**errors(posterior, outcome), "gradients": outcome.gradients}
+    yield Evaluation(metrics, outcome.seconds, {"notes": outcome.notes})
+
+
+def runs(c: Config) -> Iterator[Run]:
     """Every sampler on every posterior with every seed."""
     folder = posteriors.home(c.posteriordb or None)
     if folder is None:
         raise SystemExit(
             "the posteriors are not there: set PARTICLAX_POSTERIORDB (or --posteriordb=) to their folder"
         )
-    wanted = [name for name in c.names.split(",") if name] or list(posteriors.MODELS)
     samplers: dict[str, Callable[[Posterior, int], Outcome]] = {OURS: ours}
     samplers |= PEERS if c.peers else {}
-    found = []
-    for name in wanted:
+    for name in [name for name in c.names.split(",") if name] or list(posteriors.MODELS):
         if name not in posteriors.MODELS:
             raise SystemExit(f"no posterior {name!r}; there are {', '.join(posteriors.MODELS)}")
-        posterior = posteriors.load(name, folder)
+        load = functools.cache(lambda name=name: posteriors.load(name, folder))
         for seed in range(c.seeds):
             for sampler, run in samplers.items():
-                jax.clear_caches()
-                outcome = run(posterior, seed)
-                metrics = {**errors(posterior, outcome), "gradients": outcome.gradients}
-                settings = {"posterior": name, "sampler": sampler}
-                entry = records.record("reference", settings, seed, metrics, outcome.seconds)
-                found.append({**entry, "notes": outcome.notes})
-                console.print(
-                    f"{name}, seed {seed}, {sampler}: mean {metrics['mean']:.3f} sd {metrics['sd']:.3f}, "
-                    f"{outcome.seconds:.1f} s, {outcome.gradients} gradients; {outcome.notes}",
-                    soft_wrap=True,
-                )
-                sys.stdout.flush()
-    return found
+                todo = lambda a=load, b=run, s=seed: one(a, b, s)
+                yield Run({"posterior": name, "sampler": sampler}, seed, todo)
 
 
 def _furthest(ratios: list[float]) -> float:
@@ -129,15 +123,18 @@ def summary(found: list[dict]) -> report.Rows:
     return rows
 
 
-def main(c: Config) -> None:
-    """Run, print, and keep the records."""
-    console = Console()
-    found = study(c, console)
-    if c.record:
-        records.write(records.RESULTS / "reference" / f"{c.record}.jsonl", found)
-    report.show(console, "worst mean error (sd), worst sd ratio, median seconds", table(found))
-    report.show(console, "right: every mean within 0.1 sd, every sd within 10 %", summary(found))
-
-
-if __name__ == "__main__":
-    main(parse(Config))
+STUDY = Study(
+    name="reference",
+    title="px.sample as it comes on eight real posteriors, beside NUTS, SVGD and variational inference",
+    paper="",
+    takes="12 minutes",
+    config=Config,
+    runs=runs,
+    tables={
+        "reference": Table("worst mean error (sd), worst sd ratio, median seconds", table),
+        "reference-summary": Table(
+            "right: every mean within 0.1 sd, every sd within 10 %", summary
+        ),
+    },
+    smoke={"seeds": 1, "names": "arK-arK", "peers": False},
+)

@@ -3,6 +3,7 @@
 import base64
 import html
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -10,7 +11,9 @@ from rich.table import Table
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1000px; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.5rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.3rem; margin-top: 3rem; border-top: 2px solid #e3e6ea; padding-top: 1rem }
+h3 { font-size: 1rem; margin-bottom: .3rem } .wide { overflow-x: auto }
+blockquote { margin: 0; padding-left: 1rem; border-left: 3px solid #8c6bb1; color: #444c56 }
 img { max-width: 100%; height: auto } p { color: #444c56 }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
 th, td { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid #e3e6ea; white-space: nowrap }
@@ -35,6 +38,17 @@ def markdown(rows: Rows) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in lines)
 
 
+def heading(name: str, title: str, paper: str) -> str:
+    """The opening of a study's section: its title, and what the paper says."""
+    said = f"<blockquote>The paper: {html.escape(paper)}</blockquote>" if paper else ""
+    return f"<h2 id='{html.escape(name)}'>{html.escape(title)}</h2>{said}"
+
+
+def text(words: str) -> str:
+    """A paragraph."""
+    return f"<p>{html.escape(words)}</p>"
+
+
 def table(title: str, rows: Rows) -> str:
     """A table as HTML, header first."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in rows[0])
@@ -42,16 +56,32 @@ def table(title: str, rows: Rows) -> str:
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in rows[1:]
     )
-    return f"<h2>{html.escape(title)}</h2><table><tr>{head}</tr>{body}</table>"
+    return (
+        f"<h3>{html.escape(title)}</h3><div class='wide'><table><tr>{head}</tr>{body}</table></div>"
+    )
 
 
 def figure(title: str, path: Path, caption: str) -> str:
     """A PNG as HTML, with its bytes inside the page."""
     data = base64.b64encode(path.read_bytes()).decode()
     return (
-        f"<h2>{html.escape(title)}</h2><img alt='{html.escape(title)}' "
+        f"<h3>{html.escape(title)}</h3><img alt='{html.escape(title)}' "
         f"src='data:image/png;base64,{data}'><p>{html.escape(caption)}</p>"
     )
+
+
+def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """A matplotlib figure with its axes, drawn without a screen."""
+    import matplotlib  # noqa: PLC0415
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    settings = {"squeeze": False, "layout": "constrained", **options}
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, **settings)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
 def page(path: Path, title: str, parts: list[str]) -> Path:

@@ -9,25 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments import few, records, reference, report, toy
+from experiments import records, report
+from experiments.registry import STUDIES
 
 TABLES: dict[str, Callable[[], report.Rows]] = {
-    "toy-2000": lambda: toy.summary(records.read("toy"), 2000),
-    "toy-50": lambda: toy.summary(records.read("toy"), 50),
-    **{
-        f"toy-{num}-{name}": lambda num=num, name=name: toy.table(records.read("toy"), num, name)
-        for num in (2000, 50)
-        for name in toy.DENSITIES
-    },
-    "reference": lambda: reference.table(records.read("reference")),
-    "reference-summary": lambda: reference.summary(records.read("reference")),
-    "few-summary": lambda: few.summary(records.read("few")),
-    "kernels": lambda: few.by_kernel(records.read("kernels")),
-    "few-sd": lambda: few.table(records.read("few"), 100),
-    **{
-        f"few-{num}": lambda num=num: few.grid(records.read("few"), num)
-        for num in (20, 50, 100, 200)
-    },
+    name: lambda study=study, table=table: table.rows(records.read(study.name))
+    for study in STUDIES.values()
+    for name, table in study.tables.items()
 }
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 

@@ -1,27 +1,22 @@
-"""The paper's toy study: figure 1 (2000 particles), the appendix figure (50), and a table.
+"""The paper's toy study: figure 1 (2000 particles), the appendix figure (50), and their tables.
 
-python -m experiments.toy                       # both figures, one seed, the report in out/toy
-python -m experiments.toy --seeds=5 --record    # the study: also pi-SGLD's variants, records in results/toy
+python -m experiments run toy                           # 5 seeds, about 25 minutes
+python -m experiments run toy --seeds=1 --record=demo   # what `make demo` does
 """
 
 import dataclasses
-import json
-import shutil
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import particlax as px
 from experiments import records, report
-from experiments.config import parse
+from experiments.study import Evaluation, Figure, Run, Study, Table
 from particlax import diagnostics
 from particlax.diffusions import Blob, FixedScale, Langevin, Transport
 from particlax.kernels import RBF, Median
@@ -42,10 +37,8 @@ class Config:
     euler: float = 0.02  # step of noisy and calibrated flows
     chain_step: float = 0.02  # the SGLD chain: one particle, every `chain_thin`-th of its steps
     chain_thin: int = 10
-    seeds: int = 1
-    record: bool = False
-    variants: bool = False  # pi-SGLD with blob and noise too; --record implies it
-    out: str = "out/toy"
+    seeds: int = 5
+    densities: tuple[str, ...] = ("U1", "U2", "U3", "U4")
 
 
 DENSITIES = {name: getattr(px.zoo, name)() for name in ("U1", "U2", "U3", "U4")}
@@ -57,7 +50,7 @@ def samplers(c: Config, num: int) -> dict[str, Callable[[px.Target], px.Flow]]:
     kernel = RBF(bandwidth=Median(scale=c.scale))
     coupling = FixedScale(c.gamma / num, lam=Median(scale=c.scale))
     adam = optax.adam(c.learning_rate)
-    rows: dict[str, Callable[[px.Target], px.Flow]] = {
+    return {
         "w-SGLD": lambda t: px.w_sgld(t, coupling=coupling, optimizer=adam),
         "w-SGLD-B": lambda t: px.w_sgld_b(t, kernel=kernel, optimizer=adam),
         "SVGD": lambda t: px.svgd(t, kernel=kernel, optimizer=adam),
@@ -67,17 +60,13 @@ def samplers(c: Config, num: int) -> dict[str, Callable[[px.Target], px.Flow]]:
         "w-SGLD, calibrated": lambda t: px.w_sgld(
             t, coupling=coupling, calibrate=True, step_size=c.euler
         ),
+        "pi-SGLD, blob": lambda t: px.pi_sgld(
+            t, kernel=kernel, diffusion=Blob(kernel=kernel), optimizer=adam
+        ),
+        "pi-SGLD, noise": lambda t: px.pi_sgld(
+            t, kernel=kernel, diffusion=Langevin(), step_size=c.euler
+        ),
     }
-    if c.variants or c.record:
-        rows |= {
-            "pi-SGLD, blob": lambda t: px.pi_sgld(
-                t, kernel=kernel, diffusion=Blob(kernel=kernel), optimizer=adam
-            ),
-            "pi-SGLD, noise": lambda t: px.pi_sgld(
-                t, kernel=kernel, diffusion=Langevin(), step_size=c.euler
-            ),
-        }
-    return rows
 
 
 def chain(c: Config, target: px.Target, num: int, key: jax.Array) -> jax.Array:
@@ -90,9 +79,9 @@ def chain(c: Config, target: px.Target, num: int, key: jax.Array) -> jax.Array:
 
 
 def moved(c: Config, flow: px.Flow, start: jax.Array, key: jax.Array) -> tuple[jax.Array, dict]:
-    """The cloud after `steps` steps and, for the records, the root mean square of each force on it."""
+    """The cloud after `steps` steps, and the root mean square of each force on it."""
     state = px.run(flow, start, steps=c.steps, key=key, progress=False).state
-    forces = jax.jit(flow.step)(key, state)[1].forces if c.record else {}
+    forces = jax.jit(flow.step)(key, state)[1].forces
     return jnp.asarray(state.particles), {k: float(f"{v:.3g}") for k, v in forces.items()}
 
 
@@ -109,32 +98,47 @@ def evaluate(density: px.zoo.Density, cloud: jax.Array, seed: int) -> dict:
     }
 
 
-def one_seed(c: Config, num: int, seed: int, tick: Callable[[str], None]) -> tuple[dict, list]:
-    """Every sampler on every density: the clouds and their records."""
-    clouds: dict[str, dict[str, jax.Array]] = {}
-    found = []
-    for column, (name, density) in enumerate(DENSITIES.items()):
-        target = px.Target(density.log_density)
-        key = jax.random.fold_in(jax.random.key(seed), column)
+def work(c: Config, num: int, name: str, row: str, seed: int) -> Iterator[Evaluation]:
+    """One sampler on one density."""
+    density = DENSITIES[name]
+    target = px.Target(density.log_density)
+    key = jax.random.fold_in(jax.random.key(seed), list(DENSITIES).index(name))
+    began, forces = time.perf_counter(), {}
+    if row == "independent draws":
+        cloud = density.sample(key, num)
+    elif row == "SGLD":
+        cloud = chain(c, target, num, key)
+    else:
         start = px.particles.uniform(key, num, jnp.zeros(2), c.start)
-        flows = {row: make(target) for row, make in samplers(c, num).items()}
-        for row in ("independent draws", "SGLD", *flows):
-            tick(f"M = {num}, seed {seed}: {row} on {name}")
-            began, forces = time.perf_counter(), {}
-            if row == "independent draws":
-                cloud = density.sample(key, num)
-            elif row == "SGLD":
-                cloud = chain(c, target, num, key)
-            else:
-                cloud, forces = moved(c, flows[row], start, key)
-            seconds = time.perf_counter() - began
-            clouds.setdefault(row, {})[name] = cloud
-            settings = {**dataclasses.asdict(c), "M": num, "density": name, "sampler": row}
-            metrics = evaluate(density, cloud, seed)
-            found.append(
-                records.record("toy", settings, seed, metrics, seconds) | {"forces": forces}
-            )
-    return clouds, found
+        cloud, forces = moved(c, samplers(c, num)[row](target), start, key)
+    seconds = time.perf_counter() - began
+    kept: dict[str, Any] = {"forces": forces}
+    if seed == 0 and row in FIGURE_ROWS:
+        kept["cloud"] = records.pack(cloud)
+    yield Evaluation(evaluate(density, cloud, seed), seconds, kept)
+
+
+def runs(c: Config) -> Iterator[Run]:
+    """Every sampler on every density with many and with few particles."""
+    settings = dataclasses.asdict(c)
+    for name in ("particles", "few", "seeds", "densities"):
+        settings.pop(name)
+    for seed in range(c.seeds):
+        for num in (c.particles, c.few):
+            for name in c.densities:
+                for row in ("independent draws", "SGLD", *samplers(c, num)):
+                    todo = lambda a=num, b=name, d=row, e=seed: work(c, a, b, d, e)
+                    yield Run({**settings, "M": num, "density": name, "sampler": row}, seed, todo)
+
+
+def seen(found: list[dict]) -> dict[str, px.zoo.Density]:
+    """The densities of the records."""
+    return {name: DENSITIES[name] for name in dict.fromkeys(r["config"]["density"] for r in found)}
+
+
+def sizes(found: list[dict]) -> list[int]:
+    """The numbers of particles, largest first."""
+    return sorted({r["config"]["M"] for r in found}, reverse=True)
 
 
 def table(found: list[dict], num: int, density: str) -> report.Rows:
@@ -153,71 +157,26 @@ def table(found: list[dict], num: int, density: str) -> report.Rows:
 
 def summary(found: list[dict], num: int) -> report.Rows:
     """W2 of every sampler (rows) on every density (columns), and its variance over the truth's."""
-    tables = {density: table(found, num, density)[1:] for density in DENSITIES}
-    rows = [["sampler", *(f"{d}: {what}" for d in DENSITIES for what in ("W2", "variance"))]]
+    tables = {density: table(found, num, density)[1:] for density in seen(found)}
+    rows = [["sampler", *(f"{d}: {what}" for d in tables for what in ("W2", "variance"))]]
     for place, first in enumerate(next(iter(tables.values()))):
-        cells = [cell for d in DENSITIES for cell in (tables[d][place][1], tables[d][place][4])]
+        cells = [cell for d in tables for cell in (tables[d][place][1], tables[d][place][4])]
         rows.append([first[0], *cells])
     return rows
 
 
-def figures(c: Config, clouds: dict[int, dict], out: Path) -> dict[str, Path]:
-    """The paper's figure 1 and its appendix figure, as PNG."""
-    paths = {}
-    for num, name in ((c.particles, "figure1"), (c.few, "appendix")):
-        rows = {row: clouds[num][row] for row in FIGURE_ROWS}
-        figure = px.plots.grid(rows, DENSITIES, truth=num == c.particles)
-        figure.suptitle(f"{num} particles")
-        paths[name] = out / f"{name}.png"
-        figure.savefig(paths[name], dpi=130)
-    return paths
-
-
-def main(c: Config) -> Path:
-    """Run, draw, tabulate, and write the report."""
-    matplotlib.use("Agg")
-    out = Path(c.out)
-    out.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    total = c.seeds * 2 * len(DENSITIES) * (len(samplers(c, 1)) + 2)
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    found, clouds = [], {}
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=total)
-
-        def tick(what: str) -> None:
-            bar.update(task, description=what)
-            bar.advance(task)
-
-        for seed in range(c.seeds):
-            for num in (c.particles, c.few):
-                drawn, new = one_seed(c, num, seed, tick)
-                found += new
-                clouds.setdefault(num, drawn)
-    (out / "table.json").write_text(json.dumps(found, indent=1))
-    if c.record:
-        records.write(records.RESULTS / "toy" / "study.jsonl", found)
-    paths = figures(c, clouds, out)
-    if c.record:  # the figures that README and docs show
-        images = records.ROOT / "docs" / "images"
-        images.mkdir(exist_ok=True)
-        for name, path in paths.items():
-            shutil.copy(path, images / f"toy-{name}.png")
-    parts = []
-    for num, name in ((c.particles, "figure1"), (c.few, "appendix")):
-        parts.append(report.figure(f"{num} particles", paths[name], CAPTION))
-        for density in DENSITIES:
-            title = f"{density}, {num} particles, {c.seeds} seed(s)"
-            report.show(console, title, table(found, num, density))
-            parts.append(report.table(title, table(found, num, density)))
-    page = report.page(out / "report.html", "particlax: the paper's toy densities", parts)
-    console.print(f"report: {page}", soft_wrap=True)
-    return page
+def draw(found: list[dict], place: int) -> Any:
+    """The clouds of the first seed: the paper's figure 1 (place 0) or its appendix figure (place 1)."""
+    num = sizes(found)[place]
+    here = [r for r in found if r["config"]["M"] == num and "cloud" in r]
+    pick = {
+        (r["config"]["sampler"], r["config"]["density"]): jnp.asarray(records.unpack(r["cloud"]))
+        for r in here
+    }
+    clouds = {row: {name: pick[row, name] for name in seen(found)} for row in FIGURE_ROWS}
+    figure = px.plots.grid(clouds, seen(found), truth=place == 0)
+    figure.suptitle(f"{num} particles")
+    return figure
 
 
 CAPTION = (
@@ -226,6 +185,35 @@ CAPTION = (
     "the drift, so w-SGLD keeps too little variance across a ridge; its calibrated form has the right one."
 )
 
-
-if __name__ == "__main__":
-    main(parse(Config))
+STUDY = Study(
+    name="toy",
+    title="Figure 1 and the appendix figure: samplers on 2-D densities, 2000 and 50 particles",
+    paper="Pictures only. All five samplers cover the densities; with 50 particles w-SGLD is said to fit better.",
+    takes="25 minutes",
+    config=Config,
+    runs=runs,
+    tables={
+        f"toy-{label}{ending}": Table(
+            f"{name or 'all densities'}, {words}",
+            (lambda found, p=place, n=name: table(found, sizes(found)[p], n))
+            if name
+            else (lambda found, p=place: summary(found, sizes(found)[p])),
+        )
+        for place, (label, words) in enumerate(
+            (("2000", "many particles"), ("50", "few particles"))
+        )
+        for ending, name in (("", ""), *((f"-{name}", name) for name in DENSITIES))
+    },
+    figures={
+        "toy-figure1": Figure(CAPTION, lambda found: draw(found, 0)),
+        "toy-appendix": Figure(CAPTION, lambda found: draw(found, 1)),
+    },
+    smoke={
+        "particles": 30,
+        "few": 10,
+        "steps": 3,
+        "chain_thin": 2,
+        "seeds": 1,
+        "densities": ("U2",),
+    },
+)

@@ -3,16 +3,20 @@
 import math
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import pairwise
-from particlax.errors import ParticleError
+from particlax.checks import as_key, positive, whole
+from particlax.data import Minibatches
+from particlax.errors import ParticleError, expect
 from particlax.kernels import RBF, Kernel
 from particlax.pairwise import matmul, wide
-from particlax.particles import flatten, num_particles
+from particlax.particles import as_cloud, flatten, num_particles
+from particlax.target import Target
 from particlax.zoo import Density
 
 __all__ = [
@@ -22,6 +26,7 @@ __all__ = [
     "ksd",
     "mmd2",
     "mode_shares",
+    "noise_ratio",
     "sliced_wasserstein2",
     "stein_residuals",
     "variance_ratio",
@@ -172,6 +177,55 @@ def variance_ratio(particles: PyTree, score: PyTree) -> PyTree:
         return -jnp.mean(s * (x - jnp.mean(x, 0)), 0)
 
     return jax.tree.map(ratio, particles, score)
+
+
+def noise_ratio(
+    target: Target,
+    particles: PyTree,
+    data: Minibatches,
+    *,
+    step_size: float,
+    key: Key[Array, ""],
+    batches: int = 64,
+) -> PyTree:
+    """Is SGLD sampling the posterior? Injected noise over gradient noise, for every coordinate.
+
+    A step injects variance 2 eps; the minibatch adds eps^2 Var(g), with g the minibatch score, which no step
+    accounts for. The ratio 2 / (eps Var(g)), here from `batches` batches and averaged over particles, should be well
+    above 1: below, the cloud's spread tells of the minibatches and not of the posterior. Take a smaller step or larger batches
+    (the ratio grows as their size).
+
+    >>> target = Target(log_prior=lambda p: -0.5 * p**2, log_likelihood=lambda p, x: p * x, num_data=1000)
+    >>> data = Minibatches(jnp.arange(1000) % 2 * 2.0 - 1.0, 10)
+    >>> ratio = noise_ratio(target, jnp.zeros(3), data, step_size=1e-3, key=jax.random.key(0))
+    >>> 0.01 < float(ratio) < 0.04  # Var(g) = 1000**2 / 10
+    True
+    """
+    expect("target", target, Target, "px.Target(log_prior=..., log_likelihood=..., num_data=...)")
+    expect("data", data, Minibatches, "px.Minibatches(arrays, 100)")
+    positive("step_size", step_size, zero=False, schedule=False)
+    whole("batches", batches, 2)
+    variance = _score_variance(target, as_cloud(particles), data, as_key(key), batches)
+    return jax.tree.map(lambda v: 2 / (step_size * jnp.mean(v, 0)), variance)
+
+
+@eqx.filter_jit
+def _score_variance(
+    target: Target, particles: PyTree, data: Minibatches, key: Key[Array, ""], batches: int
+) -> PyTree:
+    """The variance over minibatches of the score at every particle (Welford's recursion)."""
+
+    def one(carry: tuple[PyTree, PyTree], step: Array) -> tuple[tuple[PyTree, PyTree], None]:
+        mean, square = carry
+        score = target.score(particles, data.batch(key, step))[1]
+        off = jax.tree.map(jnp.subtract, score, mean)
+        mean = jax.tree.map(lambda m, o: m + o / (step + 1), mean, off)
+        square = jax.tree.map(lambda q, o, s, m: q + o * (s - m), square, off, score, mean)
+        return (mean, square), None
+
+    zero = jax.tree.map(jnp.zeros_like, particles)
+    (_, square), _ = jax.lax.scan(one, (zero, zero), jnp.arange(batches))
+    return jax.tree.map(lambda q: q / (batches - 1), square)
 
 
 class Collapse(NamedTuple):

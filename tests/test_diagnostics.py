@@ -1,5 +1,7 @@
 """Diagnostics against NumPy references, and what they are for: alarms that fire when they must."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -234,3 +236,77 @@ def test_mode_shares_of_a_sample_are_the_true_ones(name, key):
     assert abs(shares.sum() - 1) < 1e-12
     error = 5 * np.sqrt(density.shares * (1 - density.shares) / num)
     assert np.all(np.abs(shares - density.shares) < error)
+
+
+# ---------------------------------------------------------------------------------------- gradient noise
+
+
+def regression(num, kind, seed=0):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(num, 3)), rng.normal(size=num)
+    like = lambda p, b: -0.5 * (b["x"] @ p["w"] + p["c"] - b["y"]) ** 2
+    prior = lambda p: -0.5 * (jnp.sum(p["w"] ** 2) + p["c"] ** 2)
+    target = px.Target(log_prior=prior, log_likelihood=like, num_data=num)
+    return target, {"x": jnp.asarray(x, kind), "y": jnp.asarray(y, kind)}
+
+
+def test_noise_ratio_is_the_formula(key):
+    """2 eps / (eps^2 Var g), with the variance over the same batches from NumPy."""
+    target, arrays = regression(400, jnp.float32)
+    data = px.Minibatches(arrays, 20)
+    cloud = {"w": jnp.asarray(ref.cloud(5, 3), jnp.float32), "c": jnp.arange(5.0) / 5}
+    seen = diagnostics.noise_ratio(target, cloud, data, step_size=1e-3, key=key, batches=9)
+    x, y = np.asarray(arrays["x"], float), np.asarray(arrays["y"], float)
+    w, c = np.asarray(cloud["w"], float), np.asarray(cloud["c"], float)
+    scores = []
+    for step in range(9):
+        rows = np.asarray(data.indices(key, jnp.array(step)))
+        rest = y[rows] - w @ x[rows].T - c[:, None]
+        scores.append(
+            np.concatenate([20 * rest @ x[rows] - w, (20 * rest.sum(1) - c)[:, None]], axis=1)
+        )
+    variance = np.var(scores, axis=0, ddof=1).mean(0)
+    found = np.append(np.asarray(seen["w"]), np.asarray(seen["c"]))
+    np.testing.assert_allclose(found, 2 / (1e-3 * variance), rtol=1e-4)
+
+
+def test_noise_ratio_tells_when_sgld_is_off(key):
+    """Above 1 the chains' variance is the posterior's; far below it is the minibatches'."""
+    target, arrays = regression(1000, jnp.float32)
+    _, score = target.score({"w": jnp.zeros((1, 3)), "c": jnp.zeros(1)}, arrays)
+    assert score["w"].shape == (1, 3)
+    data = px.Minibatches(arrays, 100)
+    for step, honest in ((2e-5, True), (1e-3, False)):
+        flow = px.sgld(target, step_size=step)
+        start = {"w": jnp.zeros((1, 3)), "c": jnp.zeros(1)}
+        run = px.run(
+            flow, start, steps=20000, key=key, data=data, thin=10, progress=False
+        ).history  # one chain: others would share its batches
+        assert run is not None
+        spread = run.particles["w"][500:, 0].var(0) * 1001
+        ratio = diagnostics.noise_ratio(target, start, data, step_size=step, key=key)["w"]
+        assert bool(np.all(ratio > 5)) == honest
+        assert bool(np.all(spread < 1.4)) == honest
+        if not honest:
+            assert np.all(ratio < 0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step_size": 0.0}, "step_size is 0"),
+        ({"batches": 1}, "batches is 1"),
+        ({"data": "rows"}, "data is 'rows'"),
+        ({"key": 3}, "key is 3"),
+        ({"target": len}, "target is"),
+    ],
+)
+def test_noise_ratio_refuses(change, words, key):
+    target, arrays = regression(40, jnp.float32)
+    given = {"target": target, "data": px.Minibatches(arrays, 10), "step_size": 0.1, "key": key}
+    given |= {"particles": {"w": jnp.zeros((2, 3)), "c": jnp.zeros(2)}, **change}
+    unchecked = inspect.unwrap(
+        diagnostics.noise_ratio
+    )  # as users have it, without the tests' type checks
+    with pytest.raises(px.errors.ParticlaxError, match=words):
+        unchecked(**given)

@@ -1,0 +1,17 @@
+"""Every study by name, in the order of the paper."""
+
+from experiments import few, logistic, reference, sensitivity, toy
+from experiments.study import Study
+
+STUDIES: dict[str, Study] = {
+    study.name: study
+    for study in (
+        toy.STUDY,
+        logistic.STUDY,
+        logistic.PLATEAU,
+        sensitivity.STUDY,
+        reference.STUDY,
+        few.STUDY,
+        few.KERNELS,
+    )
+}
