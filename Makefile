@@ -1,23 +1,20 @@
-# make demo: draw the paper's toy figures.  make test: run the tests.  Both set up .venv themselves.
+# make demo: the paper's toy figures and a report of every table and figure.  make test: run the tests.  Both set up .venv themselves.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo study reference few test lint api clean
+.PHONY: demo study test lint api clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m experiments.toy
+	$(BIN)/python -m experiments run toy --seeds=1 --record=demo
+	$(BIN)/python -m experiments figure toy --record=demo
+	$(BIN)/python -m experiments report
 
-study: $(VENV)/.demo
-	$(BIN)/python -m experiments.toy --seeds=5 --record
-
-reference: $(VENV)/.peers
-	$(BIN)/python -m experiments.reference --peers --record=study
-
-few: $(VENV)/.demo
-	$(BIN)/python -m experiments.few --record=study
-	$(BIN)/python -m experiments.few --kernels --particles=100 --record=study
-	$(BIN)/python -m experiments.few --figure
+study: $(VENV)/.peers
+	for name in $(or $(NAMES),logistic plateau sensitivity); do \
+	  $(BIN)/python -m experiments run $$name && $(BIN)/python -m experiments figures $$name || exit 1; \
+	done
+	$(BIN)/python -m experiments tables
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2
