@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+NAMES ?= logistic plateau sensitivity
+RECORD ?= study
 
 .PHONY: demo study test lint api clean
 
@@ -11,10 +13,8 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m experiments report
 
 study: $(VENV)/.peers
-	for name in $(or $(NAMES),logistic plateau sensitivity); do \
-	  $(BIN)/python -m experiments run $$name && $(BIN)/python -m experiments figures $$name || exit 1; \
-	done
-	$(BIN)/python -m experiments tables
+	for name in $(NAMES); do $(BIN)/python -m experiments run $$name --record=$(RECORD) || exit 1; done
+	$(BIN)/python -m experiments report --record=$(RECORD)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2

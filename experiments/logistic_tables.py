@@ -142,7 +142,7 @@ def subset(found: list[dict]) -> report.Rows:
 
 CAPTION = (
     "Test accuracy and log-likelihood on Covertype against iterations and seconds (without compilation; one minibatch of "
-    "50 an iteration). Lines are means over runs, bands reach from the worst to the best run. The grey line is the "
+    "50 an iteration). Lines are means over runs, bands are one standard deviation. The grey line is the "
     "posterior itself; the grey band is half a point around its accuracy. The curves of SVGD, w-SGLD, w-SGLD-B and "
     "pi-SGLD lie on each other."
 )
@@ -166,10 +166,9 @@ def draw(found: list[dict]) -> Any:
                 seconds = np.median([[r["seconds"] for r in run] for run in runs], axis=0)
                 values = np.array([[r["metrics"][key] for r in run] for run in runs])
                 along, colour = seconds if place else steps, COLOURS.get(method)
-                axis.fill_between(
-                    along, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0
-                )
-                axis.plot(along, values.mean(0), color=colour, lw=1.6, label=method)
+                mean, sd = values.mean(0), values.std(0)
+                axis.fill_between(along, mean - sd, mean + sd, color=colour, alpha=0.12, lw=0)
+                axis.plot(along, mean, color=colour, lw=1.6, label=method)
             axis.set_xscale("log")
             axis.set_ylim(*limits[key])
         row[0].set_ylabel(labels[key])

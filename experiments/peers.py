@@ -106,8 +106,11 @@ def sites(posterior: Density) -> tuple[Callable[[], None], Callable[[dict], Tree
     return model, tree
 
 
-def nuts(posterior: Density, seed: int) -> Outcome:
-    """NumPyro's NUTS: four chains from uniform(-2, 2), a thousand draws each after as many to warm up."""
+def nuts(posterior: Density, seed: int, *, dense: bool = False) -> Outcome:
+    """NumPyro's NUTS: four chains from uniform(-2, 2), a thousand draws each after as many to warm up.
+
+    `dense` gives it a full mass matrix, which is not its default.
+    """
     infer, diagnostics = package("numpyro.infer"), package("numpyro.diagnostics")
     began = time.perf_counter()
     wide = lambda key, shape: jax.random.uniform(key, shape, minval=-2.0, maxval=2.0)
@@ -116,7 +119,7 @@ def nuts(posterior: Density, seed: int) -> Outcome:
     @jax.jit
     def run(key: jax.Array) -> tuple[Tree, dict]:
         first, rest = jax.random.split(key)
-        kernel = infer.NUTS(potential_fn=lambda p: -posterior.log_density(p))
+        kernel = infer.NUTS(potential_fn=lambda p: -posterior.log_density(p), dense_mass=dense)
         settings = {"num_warmup": WARMUP, "num_samples": DRAWS, "num_chains": CHAINS}
         mcmc = infer.MCMC(kernel, **settings, chain_method="vectorized", progress_bar=False)
         # As `warmup(collect_warmup=True)` does, but for all of the run: the warm-up's steps count too.
