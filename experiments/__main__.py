@@ -93,6 +93,10 @@ def tabulate(study: Study, seen: list[dict], console: Console) -> None:
     for table in study.tables.values():
         if len(rows := table.rows(seen)) > 1:
             report.show(console, table.title, rows)
+    revisions = ", ".join(sorted({entry["revision"] for entry in seen}))
+    console.print(f"python -m experiments run {study.name}; revision {revisions}", soft_wrap=True)
+    if study.paper:
+        console.print(f"the paper: {study.paper}", soft_wrap=True)
 
 
 def draw(study: Study, seen: list[dict], folder: Path) -> dict[str, Path]:

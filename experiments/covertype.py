@@ -96,10 +96,17 @@ def start(key: jax.Array, num: int, dim: int) -> dict[str, jax.Array]:
 @jax.jit
 def predict(w: jax.Array, test: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Test accuracy and mean log-likelihood of the mixture of the particles' predictions."""
-    sign = 2 * test["y"] - 1
-    logit = sign[:, None] * jnp.matmul(test["x"], w.T, precision="highest")
-    right = jax.nn.logsumexp(jax.nn.log_sigmoid(logit), axis=1) - jnp.log(len(w))
-    return {"accuracy": jnp.mean(right > jnp.log(0.5)), "log_likelihood": jnp.mean(right)}
+    logit = jnp.matmul(test["x"], w.T, precision="highest")
+    one, zero = (
+        jax.nn.logsumexp(jax.nn.log_sigmoid(sign * logit), axis=1) - jnp.log(len(w))
+        for sign in (1, -1)
+    )
+    is_one = test["y"] == 1
+    right = (one > zero) == is_one
+    return {
+        "accuracy": jnp.mean(right),
+        "log_likelihood": jnp.mean(jnp.where(is_one, one, zero)),
+    }
 
 
 class Normal(NamedTuple):

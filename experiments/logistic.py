@@ -69,6 +69,7 @@ def flows(c: Config, num_data: int) -> dict[str, px.Flow]:
         ),
         "SGLD": px.sgld(target, step_size=sgld_step(c, num_data)),
         "SVGD, Ensemble": px.svgd(target, **inside),
+        "w-SGLD-B, Ensemble": px.w_sgld_b(target, **inside),
         "px.calibrated": px.calibrated(target, diffusion=Blob(calibrate=True), **inside),
     }  # fmt: skip
 

@@ -18,6 +18,7 @@ COLOURS = {
     "pi-SGLD": "#a6761d",
     "SGLD": "#888888",
     "SVGD, Ensemble": "#1f78b4",
+    "w-SGLD-B, Ensemble": "#66c2a5",
     "px.calibrated": "#238b45",
 }
 
@@ -175,5 +176,5 @@ def draw(found: list[dict]) -> Any:
     axes[1, 0].set_xlabel("iterations")
     axes[1, 1].set_xlabel("seconds")
     handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=7, frameon=False, fontsize=9)
+    figure.legend(handles, names, loc="outside lower center", ncols=8, frameon=False, fontsize=9)
     return figure

@@ -70,6 +70,14 @@ def test_predictions_are_those_of_the_mixture(split):
     np.testing.assert_allclose(seen["log_likelihood"], likely, rtol=1e-4)
 
 
+def test_a_tie_is_one_of_the_classes(split):
+    """Two particles that contradict each other leave every row at one half."""
+    w = np.random.default_rng(1).normal(size=split.dim)
+    both = jnp.asarray(np.stack([w, -w]), jnp.float32)
+    share = float(jnp.mean(split.test["y"]))
+    assert float(covertype.predict(both, split.test)["accuracy"]) >= min(share, 1 - share) - 1e-6
+
+
 def test_a_particle_that_is_sure_and_wrong_has_a_finite_log_likelihood(split):
     sure = jnp.full((1, split.dim), 100.0)
     assert -1e4 < float(covertype.predict(sure, split.test)["log_likelihood"]) < -10
