@@ -257,4 +257,10 @@ def collapse(particles: PyTree, score: PyTree, threshold: float = 0.5) -> Collap
             "particles, a calibrated diffusion or noise"
         )
         return Collapse(True, ratio, message)
+    if ratio > 1 / threshold:
+        message = (
+            f"too wide: the cloud has about {ratio:.3g} times the target's variance; it is not at rest, or a "
+            "calibrated force has run away (use more particles, or the same diffusion without calibration)"
+        )
+        return Collapse(False, ratio, message)
     return Collapse(False, ratio, f"fine: variance about {ratio:.0%} of the target's")

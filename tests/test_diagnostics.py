@@ -216,6 +216,14 @@ def test_collapse_threshold():
     assert not diagnostics.collapse(x, -x, threshold=0.99 * ratio).collapsed
 
 
+def test_a_cloud_that_is_too_wide_is_told():
+    x = jnp.asarray(ref.cloud(50, 3))
+    verdict = diagnostics.collapse(3 * x, -3 * x)
+    assert not verdict.collapsed
+    assert verdict.message.startswith("too wide: the cloud has about")
+    assert diagnostics.collapse(x, -x).message.startswith("fine")
+
+
 def test_collapse_needs_two_particles():
     with pytest.raises(ParticleError, match="2 particles"):
         diagnostics.collapse(jnp.ones((1, 2)), jnp.ones((1, 2)))

@@ -339,3 +339,26 @@ def test_one_particle_stands_for_every_gamma():
     wanted = [r.settings for r in sensitivity.runs(c)]
     assert {s["gamma"] for s in wanted if s["M"] == 1} == {0.0}
     assert {s["gamma"] for s in wanted if s["M"] == 2} == set(c.gammas)
+
+
+def test_the_committed_records_of_figure_2_show_what_the_docs_say():
+    """One plateau for all, the posterior's; ours there for good in half of SVGD's iterations, 75 % within 500."""
+    found = records.read("logistic")
+    names = logistic_tables.methods(found)
+    assert len(names) == 9
+    last = {
+        name: [run[-1]["metrics"] for run in logistic_tables.curves(found, name)] for name in names
+    }
+    assert all(len(runs) == 5 for runs in last.values())
+    means = [np.mean([m["accuracy"] for m in runs]) for runs in last.values()]
+    assert max(means) - min(means) < 0.005
+    svgd = np.median([a["first"] for a in logistic_tables.arrivals(found, "SVGD")])
+    for name in ("px.calibrated", "w-SGLD-B, Ensemble"):
+        assert max(a["stays"] for a in logistic_tables.arrivals(found, name)) <= svgd / 2
+        for run in logistic_tables.curves(found, name):
+            early = [r["metrics"]["accuracy"] for r in run if r["metrics"]["step"] < 500]
+            assert max(early) > 0.75
+    exact = {r["config"]["method"]: r["metrics"] for r in records.read("plateau") if r["seed"] == 0}
+    for metrics in exact.values():
+        assert abs(metrics["accuracy"] - exact["px.sample"]["accuracy"]) < 0.0051
+    assert 0.95 < exact["NumPyro NUTS"]["sd"] < 1.05
