@@ -118,7 +118,7 @@ def images(record: str) -> Path:
 
 def build_report(record: str, console: Console) -> Path:
     """One self-contained page: for every study its tables and figures beside what the paper says."""
-    parts = []
+    parts = [report.contents({study.name: study.title for study in STUDIES.values()})]
     for study in STUDIES.values():
         seen = records.read(study.name, record)
         parts.append(report.heading(study.name, study.title, study.paper))

@@ -44,6 +44,14 @@ def heading(name: str, title: str, paper: str) -> str:
     return f"<h2 id='{html.escape(name)}'>{html.escape(title)}</h2>{said}"
 
 
+def contents(titles: dict[str, str]) -> str:
+    """Links to the sections, by name."""
+    links = (
+        f"<li><a href='#{html.escape(n)}'>{html.escape(t)}</a></li>" for n, t in titles.items()
+    )
+    return f"<ul>{''.join(links)}</ul>"
+
+
 def text(words: str) -> str:
     """A paragraph."""
     return f"<p>{html.escape(words)}</p>"
