@@ -1,5 +1,6 @@
 """Every study by name, in the order of the paper."""
 
+from benchmarks import logistic as steptime
 from experiments import few, logistic, reference, sensitivity, toy
 from experiments.study import Study
 
@@ -10,6 +11,7 @@ STUDIES: dict[str, Study] = {
         logistic.STUDY,
         logistic.PLATEAU,
         sensitivity.STUDY,
+        steptime.STUDY,
         reference.STUDY,
         few.STUDY,
         few.KERNELS,

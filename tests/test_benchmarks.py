@@ -1,0 +1,299 @@
+"""The benchmarks time what they say: every entrant against NumPy in float64, its process, and the table."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks import __main__ as command
+from benchmarks import logistic, rounds
+from benchmarks.entrants import ENTRANTS, OURS, Work
+from experiments import covertype, records
+from experiments.registry import STUDIES
+from experiments.study import perform
+
+TINY = logistic.Config(**{**logistic.STUDY.smoke, "rounds": 2, "turn": 0.01})
+
+
+@pytest.fixture
+def sandbox(tmp_path, monkeypatch):
+    """A place of its own for records."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    monkeypatch.setitem(STUDIES, "steptime", logistic.STUDY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def some_work(num=40, batch=40, particles=12, dim=3, rate=0.3):
+    """A regression on few rows; with all of them in a batch, their order does not matter."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(num, dim)).astype(np.float32)
+    y = (rng.uniform(size=num) < 0.4).astype(np.float32)
+    start = rng.normal(0.3, 0.8, size=(particles, dim + 1)).astype(np.float32)
+    return Work(x, y, start, batch, rate)
+
+
+# --------------------------------------------------------------------- every entrant against NumPy in float64
+
+
+def score(theta, x, y, num):
+    w, alpha = theta[:-1], np.exp(theta[-1])
+    rows = (y - 1 / (1 + np.exp(-(x @ w)))) @ x
+    slope = 0.5 * len(w) + covertype.SHAPE - alpha * (0.5 * w @ w + covertype.RATE)
+    return np.append(num / len(y) * rows - alpha * w, slope)
+
+
+def squares(theta, diagonal):
+    """Squared differences by coordinate, of distinct pairs or of all."""
+    num = len(theta)
+    pairs = [(i, j) for i in range(num) for j in range(num if diagonal else i)]
+    return np.array([(theta[i] - theta[j]) ** 2 for i, j in pairs])
+
+
+def distinct(theta):
+    """h = med^2 / log M, over distinct pairs."""
+    return np.median(np.sqrt(squares(theta, False).sum(1))) ** 2 / np.log(len(theta))
+
+
+def distinct_squares(theta):
+    """The same with the median of the squares."""
+    return np.median(squares(theta, False).sum(1)) / np.log(len(theta))
+
+
+def everything(theta):
+    """h = med^2 / log M, over all pairs, a particle with itself among them."""
+    return np.median(np.sqrt(squares(theta, True).sum(1))) ** 2 / np.log(len(theta))
+
+
+def by_coordinate(theta):
+    """A lower median of squares for every coordinate, / log(M + 1)."""
+    ordered = np.sort(squares(theta, False), 0)
+    return ordered[(len(ordered) - 1) // 2] / np.log(len(theta) + 1)
+
+
+RULES = {
+    "particlax": distinct,
+    "particlax (lax.scan)": distinct,
+    "BlackJAX": distinct,
+    "NumPyro": everything,
+    "Pyro": by_coordinate,
+    "NumPy": distinct_squares,
+}
+
+
+def reference(work, rule, steps):
+    """Steps of SVGD with Adagrad, pair by pair."""
+    theta, total = work.start.astype(float), np.full(work.start.shape, 0.1)
+    for step in range(steps):
+        rows = work.rows(step)
+        h = rule(theta)
+        slopes = [score(t, work.x[rows], work.y[rows], len(work.y)) for t in theta]
+        move = np.zeros_like(theta)
+        for i, here in enumerate(theta):
+            for there, slope in zip(theta, slopes, strict=True):
+                k = np.exp(-np.sum((here - there) ** 2 / h))
+                move[i] += k * (slope + 2 * (here - there) / h) / len(theta)
+        total += move**2
+        theta = theta + work.rate * move / np.sqrt(total + 1e-7)
+    return theta
+
+
+def sampler(name, work):
+    """An entrant, if its package is there."""
+    for package in ENTRANTS[name].packages:
+        if importlib.util.find_spec(package.partition(".")[0]) is None:
+            pytest.skip(f"{package} is not installed: {ENTRANTS[name].install}")
+    return ENTRANTS[name].prepare(work)
+
+
+@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.parametrize("name", ENTRANTS)
+def test_steps_are_those_of_svgd(name):
+    """Taken in two goes; all rows in every batch."""
+    work = some_work()
+    found = sampler(name, work)
+    np.testing.assert_array_equal(found.particles(), work.start)
+    found.advance(1)
+    np.testing.assert_allclose(found.particles(), reference(work, RULES[name], 1), atol=2e-5)
+    found.advance(3)
+    np.testing.assert_allclose(found.particles(), reference(work, RULES[name], 4), atol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in ENTRANTS if name != OURS])
+def test_batches_follow_the_rows(name):
+    """And begin anew after the last full one; px.run draws its own."""
+    work = some_work(batch=15)
+    assert [work.rows(step).start for step in range(3)] == [0, 15, 0]
+    found = sampler(name, work)
+    found.advance(2)
+    found.advance(1)
+    np.testing.assert_allclose(found.particles(), reference(work, RULES[name], 3), atol=2e-4)
+
+
+# -------------------------------------------------------------------------------------- processes and turns
+
+
+@pytest.fixture
+def path(tmp_path):
+    some_work().save(tmp_path / "work.npz")
+    return tmp_path / "work.npz"
+
+
+def test_the_work_survives_its_file(path):
+    for ours, theirs in zip(some_work(), Work.load(path), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert type(ours) is type(theirs)
+
+
+def test_a_worker_answers_in_json_lines(path):
+    """Nothing else is on its standard output, whatever is printed."""
+    noisy = (
+        "import os, sys; from pathlib import Path; from benchmarks import worker; "
+        "prepare = worker.ENTRANTS['NumPy'].prepare; "
+        "loud = lambda work: (print('hear me'), os.write(1, b'and me'), prepare(work))[-1]; "
+        "worker.ENTRANTS['NumPy'] = worker.ENTRANTS['NumPy']._replace(prepare=loud); "
+        f"worker.main('NumPy', Path({str(path)!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", noisy],
+        input='{"steps": 3}\n{}\n',
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(records.ROOT)},
+    )
+    hello, took, there = map(json.loads, done.stdout.splitlines())
+    assert hello["versions"] == {"numpy": np.__version__}
+    assert 0 < took["seconds"] < 1
+    np.testing.assert_allclose(
+        there["particles"], reference(some_work(), distinct_squares, 3), atol=2e-4
+    )
+    assert "hear me" in done.stderr
+    assert "and me" in done.stderr
+
+
+def test_turns_are_taken_one_by_one(monkeypatch):
+    """Every worker once a round, every second round backwards, seconds over steps."""
+    order = []
+
+    class Fake:
+        def __init__(self, name, seconds):
+            self.name, self.seconds = name, seconds
+
+        def answer(self):
+            return {"seconds": 1.0, "versions": {}}
+
+        def advance(self, steps):
+            order.append(self.name)
+            return self.seconds * steps
+
+    monkeypatch.setattr(rounds, "PAUSE", 0)
+    workers = [Fake("a", 0.001), Fake("b", 0.01), Fake("c", 0.1)]
+    paces = [rounds.warm(worker, 0.5) for worker in workers]
+    assert [pace.steps for pace in paces] == [500, 50, 10]
+    assert paces[1].startup == pytest.approx(1.1)
+    order.clear()
+    seconds = rounds.timed(workers, paces, 3)
+    assert "".join(order) == "abccbaabc"
+    np.testing.assert_allclose(seconds, [[0.001, 0.01, 0.1]] * 3)
+
+
+def test_a_worker_that_dies_says_why(tmp_path):
+    with (
+        rounds.started("NumPy", tmp_path / "nowhere.npz") as worker,
+        pytest.raises(rounds.WorkerError, match=r"ended: FileNotFoundError.*nowhere\.npz"),
+    ):
+        worker.answer()
+
+
+# ------------------------------------------------------------------------------------------------ the study
+
+
+def test_a_pass_and_a_missing_package(sandbox, monkeypatch, capsys):
+    """A package that is not there has a row that says what to install; numbers of the others are whole."""
+    (sandbox / "blackjax.py").write_text("raise ImportError('no such thing')")
+    monkeypatch.setenv("PYTHONPATH", str(sandbox))  # before the installed packages
+    command.main([
+        "--smoke", "--rounds=2", "--turn=0.01", "--entrants=particlax,BlackJAX,NumPy",
+    ])  # fmt: skip
+    found = records.read("steptime", "smoke")
+    ours, missing, plain = found
+    assert missing["metrics"] == {"entrant": "BlackJAX"}
+    assert missing["notes"] == "no such thing: pip install blackjax"
+    assert ours["metrics"]["ratio"] == ours["metrics"]["ratio_high"] == 1
+    for entry in (ours, plain):
+        seen = entry["metrics"]
+        assert seen["accuracy"] > 0.7
+        assert seen["ms"] > 0
+        assert seen["steps"] >= 10 * (2 + 2)
+        assert entry["device"].endswith("cores")
+    rows = logistic.table(found)
+    assert {len(row) for row in rows} == {8}
+    assert rows[1][0].startswith("particlax ")
+    assert rows[2][:3] == ["BlackJAX", "no such thing: pip install blackjax", "-"]
+    assert rows[3][0] == f"NumPy {np.__version__}"
+    assert "all packages in one pass" in capsys.readouterr().out
+    console = Console(quiet=True)
+    settings = logistic.Config(**{
+        **logistic.STUDY.smoke, "rounds": 2, "turn": 0.01, "entrants": (OURS, "BlackJAX", "NumPy"),
+    })  # fmt: skip
+    assert perform(logistic.STUDY, settings, "smoke", console) == found  # nothing is run again
+
+
+def test_our_own_failure_is_one(monkeypatch):
+    def fails(worker, turn):
+        raise rounds.WorkerError("ended")
+
+    monkeypatch.setattr(rounds, "warm", fails)
+    with pytest.raises(rounds.WorkerError):
+        list(logistic.one_pass(TINY, 0))
+
+
+def test_ratios_are_taken_within_rounds():
+    """A machine that is slow in some rounds is slow for all: the ratio does not see it."""
+    mood = np.array([1.0, 5.0, 1.0, 2.0, 9.0])
+    found = logistic.times(0.003 * mood, 0.001 * mood)
+    assert found["ms"] == pytest.approx(6.0)
+    assert [found[key] for key in ("ratio_low", "ratio", "ratio_high")] == pytest.approx([3.0] * 3)
+
+
+def test_the_start_is_covertypes():
+    split = covertype.problem("synthetic", 2)
+    work = logistic.work_of(TINY, split, 2)
+    start = covertype.start(jax.random.key(2), TINY.particles, split.dim)
+    np.testing.assert_array_equal(work.start[:, :-1], start["w"])
+    np.testing.assert_array_equal(work.start[:, -1], start["log_alpha"])
+    assert work.start.dtype == work.x.dtype == np.float32
+    assert len(work.y) == split.num_data
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--entrants=particlax,Blackjax", "did you mean BlackJAX?"),
+        ("--entrants=particlax,Stan", "There are: particlax, "),
+        ("--entrants=NumPy", "to which the others are compared"),
+        ("--round=3", "did you mean --rounds?"),
+        ("--data=else", "expected covertype or synthetic"),
+    ],
+)
+def test_bad_settings_end_with_a_message(sandbox, argument, words):
+    with pytest.raises(SystemExit) as caught:
+        command.main([argument, "--record=x"])
+    assert words in str(caught.value)
+
+
+def test_the_command_runs_the_study(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        command, "run", lambda name, arguments, console: asked.append((name, arguments))
+    )
+    command.main(["--smoke"])
+    assert asked == [("steptime", ["--smoke"])]
