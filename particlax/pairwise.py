@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
@@ -39,6 +40,9 @@ FLAT_DIM = 4096
 STRIP_ELEMENTS = {"cpu": 1 << 20}
 """Elements of one strip by backend: a strip and its temporaries should stay in cache."""
 STRIP_ELEMENTS_ELSEWHERE = 1 << 26
+
+HALF_ELEMENTS = 1 << 20
+"""Largest matrix of which the median keeps the upper half: it has fewer entries than float32 counts exactly."""
 
 Weights = Callable[..., Any]
 Blocks = list[Array]
@@ -211,13 +215,15 @@ def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) 
         )
     pairs = num * num if itself else num * (num - 1)
     rank, even = (pairs + 1) // 2, pairs % 2 == 0
-    if num * num <= _strip_elements():
+    if num * num <= min(_strip_elements(), HALF_ELEMENTS):
+        bits = lax.bitcast_convert_type(_sqdist(xs, xs), _integer(dtype))
         # The barrier keeps one rounding of the distances for the loop and for the pass after it.
-        whole = lax.optimization_barrier(_ordered(xs, xs, jnp.arange(num), itself))
-        lower = upper = _bisect(lambda bits: _count(whole, bits), [rank], whole.dtype)[0]
+        half = lax.optimization_barrier(bits.ravel()[_upper(num)])
+        twice = lambda bits: 2 * _count(half, bits) + (num if itself else 0)
+        lower = upper = _bisect(twice, [rank], half.dtype)[0]
         if even:
-            above = jnp.min(jnp.where(whole <= lower, jnp.iinfo(whole.dtype).max, whole))
-            upper = jnp.where(_count(whole, lower) > rank, lower, above)
+            above = jnp.min(jnp.where(half <= lower, jnp.iinfo(half.dtype).max, half))
+            upper = jnp.where(twice(lower) > rank, lower, above)
     else:
 
         def count(bits: Array) -> Array:
@@ -252,7 +258,14 @@ def _row_counts(entries: Array, bits: Array) -> Array:
 
 
 def _count(entries: Array, bits: Array) -> Array:
-    return jnp.sum(_row_counts(entries, bits).astype(jnp.int32))
+    """How many entries are <= bits; a sum of floats vectorises where one of integers does not."""
+    return jnp.sum((entries <= bits).astype(jnp.float32)).astype(jnp.int32)
+
+
+def _upper(num: int) -> np.ndarray:
+    """Where the pairs i < j are in the flattened matrix."""
+    rows, columns = np.triu_indices(num, 1)
+    return (rows * num + columns).astype(np.int32)
 
 
 def _bisect(count: Callable[[Array], Array], ranks: list[int], dtype: Any) -> list[Array]:
