@@ -1,7 +1,7 @@
 """Every study by name, in the order of the paper."""
 
 from benchmarks import logistic as steptime
-from experiments import few, logistic, reference, sensitivity, toy
+from experiments import few, logistic, mnist, reference, sensitivity, toy
 from experiments.study import Study
 
 STUDIES: dict[str, Study] = {
@@ -11,6 +11,7 @@ STUDIES: dict[str, Study] = {
         logistic.STUDY,
         logistic.PLATEAU,
         sensitivity.STUDY,
+        mnist.STUDY,
         steptime.STUDY,
         reference.STUDY,
         few.STUDY,

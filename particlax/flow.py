@@ -25,6 +25,8 @@ class State(eqx.Module):
     step: Int[Array, ""]
     integrator: PyTree
     terms: tuple[PyTree, ...]
+    carried: PyTree = ()
+    """What each particle carries beside its position, such as batch-norm statistics; leading axis M."""
 
 
 class Info(eqx.Module):
@@ -89,27 +91,35 @@ class Flow(eqx.Module):
                 "Momentum with it, or the Diagonal metric"
             )
 
-    def init(self, particles: PyTree) -> State:
-        """The state before the first step. Checks the particles; the caller's arrays are copied."""
+    def init(self, particles: PyTree, carried: PyTree = ()) -> State:
+        """The state before the first step. Checks the particles; the caller's arrays are copied.
+
+        `carried` is for stateful targets: what each particle carries, with leading axis M.
+        """
         cloud = as_cloud(particles)
         _finite(cloud)
+        carried = _companions(self.target, cloud, carried)
         self.metric.check(cloud)
         for term in self.terms:
             term.check(cloud)
         memories = tuple(term.init(cloud) for term in self.terms)
-        return State(cloud, jnp.zeros((), jnp.int32), self.integrator.init(cloud), memories)
+        start = jnp.zeros((), jnp.int32)
+        return State(cloud, start, self.integrator.init(cloud), memories, carried)
 
     def step(self, key: Key[Array, ""], state: State, batch: PyTree = None) -> tuple[State, Info]:
         """One step: pure, and fit for `jax.jit`, `lax.scan` and `vmap` over keys and states."""
         particles = state.particles
-        log_density, score = self.target.score(particles, batch)
+        now = jax.random.fold_in(key, state.step)
+        # Noisy terms fold their place into this key; the target has the stream of a place never reached.
+        own = jax.random.fold_in(now, 2**31 - 1)
+        log_density, score, carried = self.target.evaluate(particles, batch, state.carried, own)
         frame = self.metric.frame(particles)
         cloud = Cloud(frame.points(particles), frame.scores(score), state.step, frame, particles)
-        velocity, memories, forces = self._sum(cloud, jax.random.fold_in(key, state.step), state)
+        velocity, memories, forces = self._sum(cloud, now, state)
         moved, memory = self.integrator.step(particles, velocity, state.integrator, state.step)
         moved = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, particles)
         return (
-            State(moved, state.step + 1, memory, memories),
+            State(moved, state.step + 1, memory, memories, carried),
             Info(log_density, score, forces),
         )
 
@@ -134,6 +144,23 @@ class Flow(eqx.Module):
 def _rms(tree: PyTree) -> Array:
     leaves = jax.tree.leaves(tree)
     return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in leaves) / num_particles(tree))
+
+
+def _companions(target: Target, cloud: PyTree, carried: PyTree) -> PyTree:
+    """What the particles carry, as arrays; refused where its first axis is not M or nobody asks for it."""
+    leaves = jax.tree.leaves(carried)
+    if leaves and not target.stateful:
+        raise OptionError(
+            "carried came, but the target carries nothing; leave it out, or build the target with stateful=True"
+        )
+    num = num_particles(cloud)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(carried):
+        if jnp.shape(leaf)[:1] != (num,):
+            raise ParticleError(
+                f"carried{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)} but there are {num} particles; "
+                f"expected a leading axis of {num}"
+            )
+    return jax.tree.map(jnp.array, carried)
 
 
 def _finite(cloud: PyTree) -> None:

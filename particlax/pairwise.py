@@ -220,10 +220,13 @@ def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) 
         # The barrier keeps one rounding of the distances for the loop and for the pass after it.
         half = lax.optimization_barrier(bits.ravel()[_upper(num)])
         twice = lambda bits: 2 * _count(half, bits) + (num if itself else 0)
-        lower = upper = _bisect(twice, [rank], half.dtype)[0]
-        if even:
-            above = jnp.min(jnp.where(half <= lower, jnp.iinfo(half.dtype).max, half))
-            upper = jnp.where(twice(lower) > rank, lower, above)
+        if jax.default_backend() == "cpu":
+            lower = upper = _bisect(twice, [rank], half.dtype)[0]
+            if even:
+                above = jnp.min(jnp.where(half <= lower, jnp.iinfo(half.dtype).max, half))
+                upper = jnp.where(twice(lower) > rank, lower, above)
+        else:  # one launch where a bisection has 31
+            lower, upper = _sorted_ranks(half, [rank, rank + even], num if itself else 0)
     else:
 
         def count(bits: Array) -> Array:
@@ -260,6 +263,13 @@ def _row_counts(entries: Array, bits: Array) -> Array:
 def _count(entries: Array, bits: Array) -> Array:
     """How many entries are <= bits; a sum of floats vectorises where one of integers does not."""
     return jnp.sum((entries <= bits).astype(jnp.float32)).astype(jnp.int32)
+
+
+def _sorted_ranks(half: Array, ranks: list[int], zeros: int) -> list[Array]:
+    """Entries by rank among `zeros` zeros and two copies of every one of `half`, by a sort."""
+    ordered = jnp.sort(half)
+    zero = jnp.zeros((), half.dtype)
+    return [ordered[(rank - zeros - 1) // 2] if rank > zeros else zero for rank in ranks]
 
 
 def _upper(num: int) -> np.ndarray:

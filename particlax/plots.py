@@ -10,9 +10,10 @@ from jaxtyping import PyTree
 
 from particlax.errors import OptionError
 from particlax.particles import flatten
+from particlax.predictive import Reliability
 from particlax.zoo import Density
 
-__all__ = ["cloud", "contours", "grid", "shade"]
+__all__ = ["cloud", "contours", "grid", "reliability", "shade"]
 
 INK, PAPER = "#1f4e79", "Blues"
 
@@ -53,6 +54,18 @@ def cloud(ax: Any, particles: PyTree, size: float | None = None, extent: float =
     size = min(12.0, 2.0 + 300.0 / len(x)) if size is None else size
     ax.scatter(x[:, 0], x[:, 1], s=size, c=INK, alpha=0.75, linewidths=0, rasterized=len(x) > 500)
     return _frame(ax, extent)
+
+
+def reliability(ax: Any, diagram: Reliability) -> Any:
+    """Draw a reliability diagram, `pred.reliability(y)`: accuracy by bin of confidence, and the diagonal."""
+    bins, full = len(diagram.count), diagram.count > 0
+    left = np.arange(bins)[full] / bins
+    ax.bar(left, diagram.accuracy[full], 1 / bins, align="edge", color=INK, alpha=0.75)
+    ax.plot([0, 1], [0, 1], color="0.65", linewidth=0.6)
+    ax.plot(diagram.confidence[full], diagram.accuracy[full], "o", color="black", markersize=3)
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", aspect="equal")
+    ax.set_title(f"ECE {diagram.ece:.1%}")
+    return ax
 
 
 def _frame(ax: Any, extent: float) -> Any:

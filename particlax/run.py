@@ -331,7 +331,7 @@ def _copy(tree: Any) -> Any:
 
 def _resumed(flow: Flow, state: State) -> State:
     """A copy of an earlier state, if it is one of this flow."""
-    wanted = jax.eval_shape(flow.init, state.particles)
+    wanted = jax.eval_shape(flow.init, state.particles, state.carried)
     same = jax.tree.structure(wanted) == jax.tree.structure(state)
     if not same or any(
         (a.shape, a.dtype) != (b.shape, b.dtype)

@@ -8,9 +8,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Key, PyTree
 
 from particlax.errors import DataError, OptionError, TargetError, known_options
+from particlax.particles import num_particles
 
 __all__ = ["Target"]
 
@@ -23,6 +24,10 @@ class Target(eqx.Module):
     log_prior(params) + N / n * sum(log_likelihood), unbiased for a uniform minibatch (paper, section
     2.1). This factor N / n is applied here and nowhere else.
 
+    A `stateful` likelihood is `log_likelihood(params, batch, carried, key)` and returns (values, carried): for networks
+    whose layers keep statistics (batch norm) or draw random numbers (dropout). `carried` belongs to one particle
+    and travels in `State.carried`; `key` is fresh for every particle and step.
+
     >>> target = Target(lambda x: -0.5 * jnp.sum(x**2))
     >>> values, scores = target.score(jnp.ones((4, 2)))
     >>> values.tolist(), scores[0].tolist()
@@ -33,6 +38,7 @@ class Target(eqx.Module):
     log_prior: Callable[..., Any] | None
     log_likelihood: Callable[..., Any] | None
     num_data: int | None
+    stateful: bool
 
     @known_options
     def __init__(
@@ -42,6 +48,7 @@ class Target(eqx.Module):
         log_prior: Callable[..., Any] | None = None,
         log_likelihood: Callable[..., Any] | None = None,
         num_data: int | None = None,
+        stateful: bool = False,
     ):
         if log_density is not None and (log_prior or log_likelihood or num_data):
             raise OptionError(
@@ -76,14 +83,25 @@ class Target(eqx.Module):
         self.log_prior = _opaque(log_prior)
         self.log_likelihood = _opaque(log_likelihood)
         self.num_data = None if num_data is None else int(num_data)
+        if stateful and log_likelihood is None:
+            raise OptionError("Target got stateful=True without log_likelihood; expected both")
+        self.stateful = bool(stateful)
 
     def __call__(self, params: PyTree, batch: PyTree = None) -> Float[Array, ""]:
         """The log density of one particle (an unbiased estimate of it, given a minibatch)."""
+        return self._value(params, batch, None, None)[0]
+
+    def _value(
+        self, params: PyTree, batch: PyTree, carried: PyTree, key: Key[Array, ""] | None
+    ) -> tuple[Float[Array, ""], PyTree]:
         if self.log_density is not None:
-            return _scalar("log_density", self.log_density(params))
+            return _scalar("log_density", self.log_density(params)), carried
         assert self.log_prior and self.log_likelihood and self.num_data
         num = num_rows(batch)
-        terms = jnp.asarray(self.log_likelihood(params, batch))
+        if self.stateful:
+            terms, carried = _pair(self.log_likelihood(params, batch, carried, key))
+        else:
+            terms = jnp.asarray(self.log_likelihood(params, batch))
         if terms.shape != (num,):
             raise TargetError(
                 f"log_likelihood returned shape {terms.shape} for a batch of {num}; expected one value "
@@ -91,24 +109,52 @@ class Target(eqx.Module):
                 "Target does both"
             )
         prior = _scalar("log_prior", self.log_prior(params) + 0.0)  # a flat prior may return 0
-        return prior + (self.num_data / num) * jnp.sum(terms)
+        return prior + (self.num_data / num) * jnp.sum(terms), carried
 
     def score(
         self, particles: PyTree, batch: PyTree = None
     ) -> tuple[Float[Array, " M"], PyTree[Float[Array, "M ..."]]]:
         """Log densities and their gradients at every particle: one vmapped gradient, M evaluations."""
+        return self.evaluate(particles, batch, (), None)[:2]
+
+    def evaluate(
+        self, particles: PyTree, batch: PyTree, carried: PyTree, key: Key[Array, ""] | None
+    ) -> tuple[Float[Array, " M"], PyTree[Float[Array, "M ..."]], PyTree]:
+        """As `score`, with what the particles carry before and after; `key` makes one for each of them."""
+        if self.stateful and key is None:
+            raise OptionError(
+                "the target is stateful and this is a plain evaluation; give what the particles carry and a "
+                "key: target.evaluate(particles, batch, carried, key)"
+            )
         if self.log_density is not None and batch is not None:
             raise DataError(
                 "a batch came, but the target is a plain log_density(params) that takes no data; leave "
                 "the batch out or build Target(log_prior=..., log_likelihood=..., num_data=...)"
             )
-        return jax.vmap(jax.value_and_grad(self), in_axes=(0, None))(particles, batch)
+        if not self.stateful:
+            values, scores = jax.vmap(jax.value_and_grad(self), (0, None))(particles, batch)
+            return values, scores, carried
+        assert key is not None
+        place = jnp.arange(num_particles(particles))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, place)
+        one = jax.value_and_grad(self._value, has_aux=True)
+        (values, carried), scores = jax.vmap(one, (0, None, 0, 0))(particles, batch, carried, keys)
+        return values, scores, carried
 
 
 def _opaque(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Hide what has no hash, such as arrays inside a callable pytree: `jax.jit(flow.step)` needs one."""
     unhashable = isinstance(function, eqx.Module) or getattr(function, "__hash__", None) is None
     return functools.partial(function) if function is not None and unhashable else function  # pyright: ignore
+
+
+def _pair(result: Any) -> tuple[Array, PyTree]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TargetError(
+            f"a stateful log_likelihood returned {type(result).__name__}; expected the pair (values of shape "
+            "[n], what the particle carries on)"
+        )
+    return jnp.asarray(result[0]), result[1]
 
 
 def _scalar(name: str, value: Any) -> Array:

@@ -229,3 +229,15 @@ def test_median_of_a_collapsed_cloud_is_zero():
 def test_median_with_many_equal_distances(x64):
     x = np.array([[0.0], [0.0], [0.0], [1.0], [1.0], [5.0]])
     assert float(pairwise.median_sqdist(jnp.asarray(x))) == ref.median_sqdist(x)
+
+
+@pytest.mark.parametrize("num", [2, 3, 4, 5, 20, 21])
+@pytest.mark.parametrize("itself", [False, True])
+@pytest.mark.parametrize("of_squares", [False, True])
+def test_the_median_by_a_sort_is_the_same(num, itself, of_squares, monkeypatch):
+    """Accelerators sort the upper half of the distances where the CPU searches it."""
+    x = jnp.asarray(ref.cloud(num, 3), jnp.float32)
+    searched = pairwise.median_sqdist(x, itself=itself, of_squares=of_squares)
+    monkeypatch.setattr(pairwise.jax, "default_backend", lambda: "gpu")
+    by_sort = pairwise.median_sqdist(x, itself=itself, of_squares=of_squares)
+    np.testing.assert_array_equal(searched, by_sort)

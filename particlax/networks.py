@@ -1,0 +1,213 @@
+"""From a network to a target: likelihoods, Gaussian priors, M networks as one pytree.
+
+A network is `apply(params, x) -> outputs` for a batch x and one set of parameters. Everything here adds to it what a
+`Target` needs; `equinox`, `linen` and `nnx` make such functions of modules.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, PyTree
+
+from particlax.checks import Part, number, positive
+from particlax.errors import OptionError, TargetError, known_options
+from particlax.pairwise import wide
+from particlax.target import Target
+
+__all__ = ["GaussianPrior", "Network", "classifier", "leaf_names", "regressor"]
+
+Prior = float | Mapping[str, float]
+
+
+class Network(Part):
+    """A network as two pure functions: `start(key)` makes parameters, `apply(params, x)` uses them on a batch.
+
+    With `stateful=True`, `start(key)` returns (params, carried) and the network is trained through
+    `forward(params, x, carried, key) -> (outputs, carried)`; `apply(params, x, carried)` is then how it predicts. `carried`
+    holds batch-norm statistics and the like, and may be ().
+
+    >>> net = Network(lambda key: jax.random.normal(key, (3, 2)), lambda w, x: x @ w)
+    >>> net.init(jax.random.key(0), 5).shape
+    (5, 3, 2)
+    """
+
+    start: Callable[..., Any]
+    apply: Callable[..., Any]
+    forward: Callable[..., Any] | None = None
+    stateful: bool = False
+
+    def __check_init__(self) -> None:
+        if self.stateful != (self.forward is not None):
+            raise OptionError(
+                f"Network got stateful={self.stateful} and forward={self.forward!r}; expected forward exactly when "
+                "the network is stateful"
+            )
+
+    def init(self, key: Key[Array, ""], num: int) -> PyTree:
+        """`num` networks, independently initialised: particles, or (particles, carried) if stateful."""
+        return jax.vmap(self.start)(jax.random.split(key, num))
+
+
+def leaf_names(params: PyTree) -> list[str]:
+    """The name of every leaf: its path, joined by slashes, as priors and kernels by layer refer to it.
+
+    >>> leaf_names({"dense": {"kernel": 0.0, "bias": 0.0}, "out": [0.0]})
+    ['dense/bias', 'dense/kernel', 'out/0']
+    """
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+
+
+class GaussianPrior(Part):
+    """log N(params; 0, variance), up to a constant; `variance` for all, or by name of a layer or leaf.
+
+    The longest name that begins a leaf's path counts; "" stands for all others.
+
+    >>> prior = GaussianPrior({"": 1.0, "out": 0.25})
+    >>> float(prior({"dense": jnp.ones(2), "out": jnp.ones(2)}))
+    -5.0
+    """
+
+    variance: Any
+
+    def __init__(self, variance: Prior = 1.0):
+        by_name = dict(variance) if isinstance(variance, Mapping) else {"": variance}
+        for name, value in by_name.items():
+            positive(
+                f"prior variance of {name or 'all layers'!r}", value, zero=False, schedule=False
+            )
+        self.variance = tuple((name, number(value)) for name, value in by_name.items())
+
+    def __call__(self, params: PyTree) -> Float[Array, ""]:
+        leaves = jax.tree.leaves(params)
+        variances = self._variances(leaf_names(params))
+        squares = [
+            jnp.sum(wide(leaf) ** 2) / variance
+            for leaf, variance in zip(leaves, variances, strict=True)
+        ]
+        return -0.5 * jnp.sum(jnp.stack(squares))
+
+    def _variances(self, names: list[str]) -> list[float]:
+        known, used, found = dict(self.variance), set(), []
+        for name in names:
+            fits = [k for k in known if k in ("", name) or name.startswith(k + "/")]
+            if not fits:
+                raise OptionError(
+                    f"the prior has no variance for {name!r}; it names {sorted(known)}. Add it, or '' for all others"
+                )
+            best = max(fits, key=len)
+            used.add(best)
+            found.append(known[best])
+        if unused := sorted(set(known) - used - {""}):
+            raise OptionError(
+                f"the prior names {unused[0]!r}, which no leaf's path begins with; the leaves are {names}"
+            )
+        return found
+
+
+@known_options
+def classifier(
+    network: Network | Callable[..., Any],
+    *,
+    num_data: int,
+    prior: Prior = 1.0,
+    temperature: float = 1.0,
+) -> Target:
+    """A classifier's posterior: categorical likelihood of `batch["y"]` given logits for `batch["x"]`, Gaussian prior.
+
+    `network` is a `Network` or `apply(params, x) -> logits [n, C]`. Logits [n, L, C] with labels [n, L] are sequences: a datum is one
+    of the n. `temperature` T below 1 gives the cold posterior, density^(1/T).
+
+    >>> target = classifier(lambda w, x: x @ w, num_data=100)
+    >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.array([0, 1, 1, 0])}
+    >>> target.score(jnp.zeros((5, 3, 2)), batch)[0].shape
+    (5,)
+    """
+
+    def likelihood(logits: Array, batch: Any) -> Array:
+        labels = batch["y"]
+        if logits.ndim != labels.ndim + 1 or logits.shape[:-1] != labels.shape:
+            raise TargetError(
+                f"the network returned shape {logits.shape} for labels of shape {labels.shape}; expected logits of "
+                f"shape {(*labels.shape, 'C')}, one for each class"
+            )
+        log_probs = jax.nn.log_softmax(wide(logits))
+        chosen = jnp.take_along_axis(log_probs, labels[..., None].astype(jnp.int32), -1)[..., 0]
+        return jnp.sum(chosen.reshape(len(labels), -1), 1)
+
+    return _target(network, likelihood, num_data, prior, temperature)
+
+
+@known_options
+def regressor(
+    network: Network | Callable[..., Any],
+    *,
+    num_data: int,
+    noise: float | Callable[[PyTree], Any] = 1.0,
+    prior: Prior = 1.0,
+    temperature: float = 1.0,
+) -> Target:
+    """A regression's posterior: `batch["y"]` normal around the network's outputs for `batch["x"]`, Gaussian prior.
+
+    `noise` is the standard deviation: a number, or a function of the parameters where it is learned (the
+    network must then ignore the leaf that holds it, and the prior covers it).
+
+    >>> target = regressor(lambda w, x: x @ w, num_data=100, noise=0.1)
+    >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.zeros(4)}
+    >>> target.score(jnp.zeros((5, 3)), batch)[0].shape
+    (5,)
+    """
+    if not callable(noise):
+        positive("noise", noise, zero=False, schedule=False)
+
+    def likelihood(mean: Array, batch: Any, params: PyTree) -> Array:
+        truth = batch["y"]
+        if mean.shape != truth.shape:
+            raise TargetError(
+                f"the network returned shape {mean.shape} for targets of shape {truth.shape}; expected the same "
+                "(squeeze a last axis of one)"
+            )
+        sd = jnp.asarray(noise(params) if callable(noise) else noise)
+        error = (truth - wide(mean)) / sd
+        value = -0.5 * error**2 - jnp.log(sd) - 0.5 * jnp.log(2 * jnp.pi)
+        return jnp.sum(value.reshape(len(truth), -1), 1)
+
+    return _target(network, likelihood, num_data, prior, temperature, with_params=True)
+
+
+def _target(
+    network: Any,
+    likelihood: Any,
+    num_data: int,
+    prior: Prior,
+    temperature: float,
+    *,
+    with_params: bool = False,
+) -> Target:
+    positive("temperature", temperature, zero=False, schedule=False)
+    gaussian, cold = GaussianPrior(prior), 1 / number(temperature)
+    net = network if isinstance(network, Network) else Network(_no_start, network)
+    seen = likelihood if with_params else (lambda out, b, p: likelihood(out, b))
+
+    def plain(params: PyTree, batch: Any) -> Array:
+        return cold * seen(net.apply(params, batch["x"]), batch, params)
+
+    def carrying(params: PyTree, batch: Any, carried: PyTree, key: Array) -> tuple[Array, PyTree]:
+        assert net.forward is not None
+        outputs, carried = net.forward(params, batch["x"], carried, key)
+        return cold * seen(outputs, batch, params), carried
+
+    return Target(
+        log_prior=lambda params: cold * gaussian(params),
+        log_likelihood=carrying if net.stateful else plain,
+        num_data=num_data,
+        stateful=net.stateful,
+    )
+
+
+def _no_start(key: Any) -> Any:
+    raise OptionError(
+        "this network came as apply alone and cannot be initialised; make a px.networks.Network"
+    )

@@ -1,0 +1,397 @@
+"""What a cloud of networks predicts: the mixture of the particles' predictions, its scores and its uncertainty.
+
+Networks are evaluated on the device, a batch of rows at a time, by one compiled function; results are gathered on the
+host as NumPy arrays and scored in float64. So nothing here is for use inside `jax.jit`.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from particlax.checks import positive, whole
+from particlax.errors import DataError, ParticleError, TargetError, expect, known_options
+from particlax.pairwise import wide
+from particlax.particles import num_particles
+from particlax.run import History
+from particlax.target import num_rows
+
+__all__ = ["Categorical", "CategoricalScores", "Entropy", "Normal", "NormalScores", "Reliability"]
+__all__ += ["auroc", "categorical", "log_density", "normal", "snapshots", "temperature"]
+
+FLOOR = -1e30  # for log 0, where it is multiplied by 0
+RANGE = (0.01, 100.0)  # of temperatures
+
+Apply: TypeAlias = Callable[..., Any]
+Labels: TypeAlias = Int[Array | np.ndarray, "*n"]
+Values: TypeAlias = Float[Array | np.ndarray, "..."]
+
+
+class CategoricalScores(NamedTuple):
+    """Means over all labels: exp(-log_density) is the perplexity, brier that of sum_c (p_c - 1[y = c])^2."""
+
+    accuracy: float
+    log_density: float
+    brier: float
+    ece: float
+
+
+class Entropy(NamedTuple):
+    """The uncertainty of each prediction in nats, total = data + model.
+
+    `total` is H[mean_m p_m]; `data` is mean_m H[p_m], what would be left if the parameters were known; `model` is
+    mean_m KL(p_m || mean_m p_m), the mutual information of label and parameters.
+    """
+
+    total: Float[np.ndarray, "*n"]
+    data: Float[np.ndarray, "*n"]
+    model: Float[np.ndarray, "*n"]
+
+
+class Reliability(NamedTuple):
+    """The reliability diagram: means in bins of confidence, equally wide over (0, 1]; NaN in empty ones."""
+
+    confidence: Float[np.ndarray, " bins"]
+    accuracy: Float[np.ndarray, " bins"]
+    count: Int[np.ndarray, " bins"]  # pyright: ignore
+
+    @property
+    def ece(self) -> float:
+        """The expected calibration error, sum_b count_b / n |accuracy_b - confidence_b|."""
+        gaps = self.count * np.abs(self.accuracy - self.confidence)
+        return float(np.nansum(gaps) / self.count.sum())
+
+
+class Categorical(eqx.Module):
+    """Predicted classes, made by `categorical`; true labels `y` are whole numbers below C, in the shape of `labels`."""
+
+    log_mixture: Float[np.ndarray, "*n C"]
+    data_entropy: Float[np.ndarray, "*n"]
+    model_entropy: Float[np.ndarray, "*n"]
+    log_probs: Float[np.ndarray, "M *n C"] | None = None  # None without keep, and after tempered
+
+    @property
+    def probs(self) -> Float[np.ndarray, "*n C"]:
+        """The mixture 1/M sum_m p_m."""
+        return np.exp(self.log_mixture.astype(np.float64))
+
+    @property
+    def labels(self) -> Int[np.ndarray, "*n"]:
+        """The most probable class."""
+        return self.log_mixture.argmax(-1)
+
+    @property
+    def confidence(self) -> Float[np.ndarray, "*n"]:
+        """The probability of the most probable class."""
+        return np.minimum(np.exp(self.log_mixture.max(-1).astype(np.float64)), 1)
+
+    def log_density(self, y: Labels) -> Float[np.ndarray, "*n"]:
+        """The log predictive density of each label."""
+        places = _labels(y, self.log_mixture.shape)[..., None]
+        return np.take_along_axis(self.log_mixture, places, -1)[..., 0].astype(np.float64)
+
+    def score(self, y: Labels, bins: int = 15) -> CategoricalScores:
+        """Accuracy, log predictive density, Brier score and expected calibration error."""
+        density, diagram = self.log_density(y), self.reliability(y, bins)
+        brier = np.sum(self.probs**2, -1) + 1 - 2 * np.exp(density)  # the square, multiplied out
+        right = float(np.mean(self.labels == np.asarray(y)))
+        return CategoricalScores(right, float(density.mean()), float(brier.mean()), diagram.ece)
+
+    def entropy(self) -> Entropy:
+        """The entropy of each prediction, split into a data and a model part."""
+        total = self.data_entropy + self.model_entropy
+        return Entropy(total, self.data_entropy, self.model_entropy)
+
+    def reliability(self, y: Labels, bins: int = 15) -> Reliability:
+        """How often predictions are right, by bins of their confidence."""
+        whole("bins", bins, 1)
+        right = (self.labels == _labels(y, self.log_mixture.shape)).ravel()
+        sure = self.confidence.ravel()
+        place = np.searchsorted(np.arange(bins + 1) / bins, sure) - 1  # (b / bins, (b + 1) / bins]
+        count = np.bincount(place, minlength=bins)
+        mean = lambda part: np.bincount(place, part, bins) / np.where(count, count, np.nan)
+        return Reliability(mean(sure), mean(right), count)
+
+    def tempered(self, temperature: float) -> "Categorical":
+        """The mixture to the power 1/T, normalised: one distribution, so its entropy is all data."""
+        from scipy.special import log_softmax
+
+        positive("temperature", temperature, zero=False, schedule=False)
+        log_p = log_softmax(self.log_mixture / np.float64(temperature), -1)
+        data = -np.sum(np.exp(log_p) * np.maximum(log_p, FLOOR), -1)
+        return Categorical(log_p, data, np.zeros_like(data))
+
+
+@known_options
+def categorical(
+    apply: Apply, particles: PyTree, x: PyTree, *, batch_size: int = 1000, keep: bool = True
+) -> Categorical:
+    """The mixture p(y | x) = 1/M sum_m softmax(apply(particle_m, x))_y.
+
+    `apply(params, rows)` returns the logits [n, C] of one particle, or [n, L, C] for L labels in each row; `particles` is a
+    cloud or a run's history; `x` an array or pytree with n rows. The networks take turns, and their logits for
+    `batch_size` rows are on the device; the log-probabilities [M, n, C] are gathered on the host. Without `keep` they are
+    dropped, and host memory does not grow with M.
+
+    >>> pred = categorical(lambda w, x: x @ w, jnp.array([[[0.0, 9.0]], [[9.0, 0.0]]]), jnp.ones((4, 1)))
+    >>> pred.log_probs.shape, pred.probs[0].round(2).tolist(), bool(pred.entropy().model[0] > 0.69)  # log 2 = 0.693
+    ((2, 4, 2), [0.5, 0.5], True)
+    """
+    networks = _Networks(apply, particles, x, batch_size, logits=True)
+    mixture, data, model, *each = networks.sweep(results=4 if keep else 3)
+    return Categorical(mixture[0], data[0], model[0], *each)
+
+
+@known_options
+def log_density(
+    apply: Apply, particles: PyTree, x: PyTree, y: Labels, *, batch_size: int = 1000
+) -> Float[np.ndarray, "*n"]:
+    """log 1/M sum_m softmax(apply(particle_m, x))_y of the given labels, where C is too large for `categorical`.
+
+    Of each network's logits only those of the labels are kept. For language models: logits [n, L, C], labels [n, L], a
+    `batch_size` of a few sequences. exp(-mean) is the perplexity; a mask leaves padding out of the mean.
+
+    >>> logits = jnp.log(jnp.array([[[0.5, 0.25, 0.25]], [[0.25, 0.5, 0.25]]]))  # M = 2, n = 1, C = 3
+    >>> np.exp(-log_density(lambda p, x: p, logits, jnp.zeros(1), jnp.array([0]))).round(3).tolist()
+    [2.667]
+    """
+    networks = _Networks(apply, particles, x, batch_size, logits=True)
+    return networks.sweep(_labels(y, networks.shape))[0][0].astype(np.float64)
+
+
+def temperature(pred: Categorical, y: Labels) -> float:
+    """The T that maximises the log density of held-out labels under `pred.tempered(T)` (Guo et al. 2017).
+
+    The log density is concave in 1/T. T stays in [0.01, 100], and is an end where there is no maximum: 0.01 if all
+    predictions are right, 100 if they are worse than guesses.
+
+    >>> pred = categorical(lambda w, x: x @ w, jnp.eye(2)[None], 9 * jnp.eye(2)[jnp.array([0, 0, 0, 1])])
+    >>> round(temperature(pred, jnp.array([0, 0, 1, 1])), 3)  # 3 of 4 are right: 1 / (1 + exp(-9/T)) = 3/4
+    8.192
+    """
+    expect("pred", pred, Categorical, "px.predictive.categorical(apply, particles, x)")
+    from scipy.optimize import brentq
+    from scipy.special import log_softmax
+
+    density = np.maximum(pred.log_density(y), FLOOR)
+    log_p = np.maximum(pred.log_mixture.astype(np.float64), FLOOR)
+
+    def slope(log_t: float) -> float:
+        """The derivative of the mean log density by 1/T: the mean of log p_y - E_T[log p]."""
+        weights = np.exp(log_softmax(log_p * np.exp(-log_t), -1))
+        return float(np.mean(density - np.sum(weights * log_p, -1)))
+
+    low, high = np.log(RANGE)
+    if (cold := slope(low) > -1e-12) or slope(high) <= 0:  # up to rounding
+        return RANGE[0] if cold else RANGE[1]
+    return float(np.exp(brentq(slope, low, high, xtol=1e-10)))  # pyright: ignore
+
+
+def auroc(inside: Values, outside: Values) -> float:
+    """P(outside > inside) + P(outside = inside) / 2: how well a score tells inputs of another kind.
+
+    Scores that should be higher outside: usually `pred.entropy().total`; `pred.entropy().model`, which only an ensemble
+    has; as a baseline `1 - pred.confidence` (Hendrycks & Gimpel 2017).
+
+    >>> auroc(np.array([0.0, 1.0]), np.array([1.0, 2.0]))
+    0.875
+    """
+    known, new = (np.sort(np.asarray(part, np.float64), axis=None) for part in (inside, outside))
+    for name, part in (("inside", known), ("outside", new)):
+        if not part.size or np.isnan(part[-1]):  # NaN sorts last
+            raise DataError(f"{name} is empty or has NaN; expected a finite score for each input")
+    below = sum(int(np.searchsorted(known, new, side).sum()) for side in ("left", "right"))
+    return below / (2 * known.size * new.size)
+
+
+class NormalScores(NamedTuple):
+    """RMSE of the mean, mean log density of a row, and the share of y in the central 90 % interval."""
+
+    rmse: float
+    log_density: float
+    coverage: float
+
+
+class Normal(eqx.Module):
+    """Predicted numbers, made by `normal`: 1/M sum_m N(means_m, sds_m^2), with independent outputs in each m."""
+
+    means: Float[np.ndarray, "M *n"]
+    sds: Float[np.ndarray, "M ..."]  # broadcasts against the means
+
+    @property
+    def mean(self) -> Float[np.ndarray, "*n"]:
+        """The mean of the mixture."""
+        return self.means.mean(0, dtype=np.float64)
+
+    @property
+    def sd(self) -> Float[np.ndarray, "*n"]:
+        """The sd of the mixture, the root of mean_m sds^2 (noise) + var_m means (disagreement)."""
+        return np.sqrt(np.mean(self.sds**2, 0) + self.means.var(0, dtype=np.float64))
+
+    def log_density(self, y: Values) -> Float[np.ndarray, " n"]:
+        """log 1/M sum_m prod_k N(y_k; means_mk, sds_mk^2) of each row."""
+        each = -0.5 * (self._residuals(y) ** 2 + np.log(2 * np.pi * self.sds**2))
+        each = each.reshape(*each.shape[:2], -1).sum(-1)
+        return each.max(0) + np.log(np.mean(np.exp(each - each.max(0)), 0))
+
+    def cdf(self, y: Values) -> Float[np.ndarray, "*n"]:
+        """The distribution function of the mixture at y: uniform over the data if predictions are right."""
+        from scipy.special import ndtr
+
+        return ndtr(self._residuals(y)).mean(0)
+
+    def score(self, y: Values) -> NormalScores:
+        """RMSE, log predictive density, and coverage of the central 90 % interval."""
+        density, inside = self.log_density(y), np.abs(self.cdf(y) - 0.5) <= 0.45
+        rmse = np.sqrt(np.mean((np.asarray(y, np.float64) - self.mean) ** 2))
+        return NormalScores(float(rmse), float(density.mean()), float(inside.mean()))
+
+    def _residuals(self, y: Values) -> np.ndarray:
+        y, shape = np.asarray(y, np.float64), self.means.shape[1:]
+        if y.shape != shape:
+            raise DataError(f"y has shape {y.shape}; expected {shape}, as the means: reshape one")
+        _refuse_not_finite("y", y)
+        return (y - self.means) / self.sds
+
+
+@known_options
+def normal(
+    apply: Apply, particles: PyTree, x: PyTree, *, noise: float | Apply, batch_size: int = 1000
+) -> Normal:
+    """The mixture p(y | x) = 1/M sum_m N(apply(particle_m, x), noise^2).
+
+    `apply(params, rows)` returns the means [n] or [n, K] of one particle. `noise` is the sd: a number, or for learned noise
+    a function of the params of one particle that returns a number (or K of them).
+
+    >>> cloud = {"w": jnp.array([1.0, 3.0]), "log_sd": jnp.zeros(2)}
+    >>> pred = normal(lambda p, x: p["w"] * x, cloud, jnp.ones(5), noise=lambda p: jnp.exp(p["log_sd"]))
+    >>> pred.score(2 * jnp.ones(5)).rmse
+    0.0
+    """
+    networks = _Networks(apply, particles, x, batch_size, logits=False)
+    if not callable(noise):
+        positive("noise", noise, zero=False)
+    sd = noise if callable(noise) else lambda _: jnp.asarray(noise, float)
+    sds, tail = np.asarray(jax.vmap(sd)(networks.cloud), np.float64), networks.shape[1:]
+    if sds.shape[1:] not in ((), tail) or not np.all((sds > 0) & (sds < np.inf)):
+        raise TargetError(
+            f"noise returned {sds[0]} for the first particle, {sds.min()} to {sds.max()} over all; expected a positive "
+            "sd (or one for each output), for instance lambda params: jnp.exp(params['log_sd'])"
+        )
+    sds = sds.reshape(len(sds), 1, *(sds.shape[1:] or [1] * len(tail)))
+    return Normal(networks.sweep()[0], sds)
+
+
+def snapshots(history: PyTree, last: int | None = None) -> PyTree[Float[np.ndarray, "N ..."]]:
+    """All clouds of a trajectory as one, leaves [T, M, ...] as [T M, ...]; or its `last` snapshots alone.
+
+    >>> snapshots({"w": jnp.zeros((10, 4, 3))}, last=5)["w"].shape
+    (20, 3)
+    """
+    tree = history.particles if isinstance(history, History) else history
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
+    whole("last", 1 if last is None else last, 1)
+    heads = {shape[:2] for shape in shapes}
+    if len(heads) != 1 or len(head := heads.pop()) < 2 or head[0] < (last or 1):
+        raise ParticleError(
+            f"the history has leaves of shape {shapes}; expected [T, M, ...] with one T >= {last or 1} and one M, "
+            "for instance px.run(..., thin=100).history"
+        )
+    return jax.tree.map(lambda a: np.asarray(a)[-(last or 0) :].reshape(-1, *a.shape[2:]), tree)
+
+
+class _Networks:
+    """Networks and the rows to show them, checked before anything is compiled."""
+
+    def __init__(self, apply: Any, particles: Any, x: PyTree, batch_size: int, *, logits: bool):
+        whole("batch_size", batch_size, 1)
+        particles = snapshots(particles) if isinstance(particles, History) else particles
+        num_particles(particles)
+        num = num_rows(x if jax.tree.leaves(x) else np.zeros(0))  # no array has no rows
+        _refuse_not_finite("particles", particles, ParticleError)
+        _refuse_not_finite("x", x)
+        size = -(-num // -(-num // batch_size))  # as many batches, of almost equal size
+        cloud = jax.tree.map(jnp.asarray, particles)
+        first, rows = jax.tree.map(lambda a: a[0], cloud), jax.tree.map(lambda a: a[:size], x)
+        out: Any = jax.eval_shape(apply, first, rows)
+        shape: Any = getattr(out, "shape", ())
+        fits = len(shape) > 1 and shape[-1] > 1 if logits else len(shape) in (1, 2)
+        if not fits or shape[0] != size or not jnp.issubdtype(out.dtype, jnp.floating):
+            wanted = "logits [n, C] or [n, L, C] with C > 1" if logits else "means [n] or [n, K]"
+            raise TargetError(
+                f"apply returned {out} for one particle and n = {size} rows; expected real {wanted}. "
+                "One logit z of two classes becomes jnp.stack([0 * z, z], -1)"
+            )
+        self.apply = apply if isinstance(apply, Hashable) else apply.__call__
+        self.cloud, self.x, self.size, self.logits = cloud, x, size, logits
+        self.shape = (num, *shape[1:])
+
+    def sweep(self, y: Any = None, results: int = 1) -> list[np.ndarray]:
+        """The first results of `_batch`, for all rows, on the host."""
+        num, stores = self.shape[0], []
+        take = lambda index: jax.tree.map(lambda leaf: jnp.asarray(leaf[index]), (self.x, y))
+        empty = lambda part: np.empty((len(part), num, *part.shape[2:]), part.dtype)
+        for start in range(0, num, self.size):
+            index = np.minimum(np.arange(start, start + self.size), num - 1)  # the last row again
+            *parts, bad = _batch(self.apply, self.cloud, *take(index), logits=self.logits)
+            if bad.any():
+                particle, row = np.argwhere(np.asarray(bad))[0].tolist()
+                raise TargetError(
+                    f"apply returned NaN or infinity for particle {particle} and row {index[row]}, which are finite; "
+                    "expected finite outputs: leave this particle out, or mend apply"
+                )
+            stores = stores or [empty(part) for part in parts[:results]]
+            for store, part in zip(stores, parts, strict=False):
+                store[:, index] = np.asarray(part)
+        return stores
+
+
+@eqx.filter_jit
+def _batch(apply: Any, cloud: PyTree, rows: PyTree, y: Any, *, logits: bool) -> list[Array]:
+    """[means]; or, of logits, [mixture at labels] or [mixture, data, model, log-probs]; and where they are NaN."""
+
+    def one(params: PyTree) -> Array:
+        out = wide(apply(params, rows))
+        out = jax.nn.log_softmax(out) if logits else out
+        return out if y is None else jnp.take_along_axis(out, y[..., None], -1)[..., 0]
+
+    each = jax.lax.map(one, cloud)  # in turns: the activations of one network are in memory
+    bad = jnp.isnan(each) if logits else ~jnp.isfinite(each)
+    bad = jnp.any(bad.reshape(*each.shape[:2], -1), -1)
+    if not logits:
+        return [each, bad]
+    mixture = jax.nn.logsumexp(each, 0, keepdims=True) - jnp.log(len(each))
+    if y is not None:
+        return [mixture, bad]
+    log_p = jnp.maximum(each, FLOOR)
+    data = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+    # KL(p || q) = sum_c q (r log r - r + 1) with r = p / q: no term is negative, nothing cancels
+    log_r = log_p - jnp.maximum(mixture, FLOOR)
+    terms = jnp.maximum(log_r * jnp.exp(log_r) - jnp.expm1(log_r), 0)
+    model = jnp.sum(jnp.exp(mixture) * terms, -1)
+    return [mixture, *(jnp.mean(part, 0, keepdims=True) for part in (data, model)), each, bad]
+
+
+def _labels(y: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The labels of predictions of shape [n, ..., C], checked."""
+    y, (*wanted, num) = np.asarray(y), shape
+    whole_numbers = y.dtype.kind in "biu"
+    if list(y.shape) != wanted or not whole_numbers or y.min() < 0 or y.max() >= num:
+        seen = f" from {y.min()} to {y.max()}" if whole_numbers and y.size else ""
+        raise DataError(
+            f"the labels are {y.dtype}{list(y.shape)}{seen}; expected whole numbers from 0 to {num - 1} of shape {wanted}. "
+            "Count classes from 0, convert floats with .astype(int) and one-hot labels with .argmax(-1)"
+        )
+    return y.astype(np.int32)
+
+
+def _refuse_not_finite(name: str, tree: PyTree, error: type[ValueError] = DataError) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        finite = np.asarray((jnp if isinstance(leaf, jax.Array) else np).isfinite(leaf))
+        if not finite.all():
+            where = f"row {np.argwhere(~finite)[0, 0]} of {name}{jax.tree_util.keystr(path)}"
+            raise error(f"{where} is not finite; expected finite numbers: leave it out")

@@ -1,0 +1,271 @@
+"""From networks to targets: likelihoods and priors against NumPy, stateful networks, bad input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import particlax as px
+from particlax import networks
+from particlax.errors import OptionError, ParticleError, TargetError
+
+RNG = np.random.default_rng(0)
+SIZES = (4, 6, 3)
+
+
+def start(key):
+    keys = jax.random.split(key, 2)
+    return {
+        f"layer{i}": {
+            "w": jax.random.normal(keys[i], SIZES[i : i + 2]) / 2,
+            "b": jnp.full(SIZES[i + 1], 0.1),
+        }
+        for i in range(2)
+    }
+
+
+def apply(params, x):
+    x = jnp.tanh(x @ params["layer0"]["w"] + params["layer0"]["b"])
+    return x @ params["layer1"]["w"] + params["layer1"]["b"]
+
+
+def numpy_apply(params, x):
+    p = jax.tree.map(lambda a: np.asarray(a, float), params)
+    x = np.tanh(x @ p["layer0"]["w"] + p["layer0"]["b"])
+    return x @ p["layer1"]["w"] + p["layer1"]["b"]
+
+
+@pytest.fixture
+def net():
+    return networks.Network(start, apply)
+
+
+def one(cloud, place):
+    return jax.tree.map(lambda a: a[place], cloud)
+
+
+def prior(params, variance):
+    return sum(
+        -0.5 * np.sum(np.asarray(leaf, float) ** 2) / variance(jax.tree_util.keystr(path))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- formulas
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.25])
+def test_classifier_is_the_formula(net, key, temperature):
+    cloud = net.init(key, 5)
+    x, y = RNG.normal(size=(7, 4)), RNG.integers(0, 3, 7)
+    target = networks.classifier(net, num_data=70, prior=0.5, temperature=temperature)
+    values, _ = target.score(cloud, {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y)})
+    for place in range(5):
+        logits = numpy_apply(one(cloud, place), x)
+        likely = sum(
+            row[label] - np.log(np.sum(np.exp(row))) for row, label in zip(logits, y, strict=True)
+        )
+        whole = 10 * likely + prior(one(cloud, place), lambda name: 0.5)
+        np.testing.assert_allclose(values[place], whole / temperature, rtol=1e-4)
+
+
+def test_sequences_count_as_one_datum_each(key):
+    """Logits [n, L, C], labels [n, L]: the N / n scaling counts sequences."""
+    logits, labels = RNG.normal(size=(4, 5, 3)), RNG.integers(0, 3, (4, 5))
+    target = networks.classifier(lambda p, x: x + p, num_data=8, prior=1e30)
+    batch = {"x": jnp.asarray(logits, jnp.float32), "y": jnp.asarray(labels)}
+    value = target.score(jnp.zeros((1, 3)), batch)[0][0]
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    total = sum(log_p[n, t, labels[n, t]] for n in range(4) for t in range(5))
+    np.testing.assert_allclose(value, 2 * total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_regressor_is_the_formula(key, learned):
+    x, y = RNG.normal(size=(6, 4)), RNG.normal(size=6)
+    cloud = {"w": jax.random.normal(key, (3, 4)), "log_sd": jnp.array([-1.0, 0.0, 0.5])}
+    noise = (lambda p: jnp.exp(p["log_sd"])) if learned else 0.3
+    target = networks.regressor(lambda p, x: x @ p["w"], num_data=12, noise=noise, prior=2.0)
+    values, _ = target.score(
+        cloud, {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y, jnp.float32)}
+    )
+    for place in range(3):
+        w, log_sd = np.asarray(cloud["w"][place], float), float(cloud["log_sd"][place])
+        sd = np.exp(log_sd) if learned else 0.3
+        error = (y - x @ w) / sd
+        likely = np.sum(-0.5 * error**2 - np.log(sd) - 0.5 * np.log(2 * np.pi))
+        whole = 2 * likely - (w @ w + log_sd**2) / 4
+        np.testing.assert_allclose(values[place], whole, rtol=1e-4)
+
+
+def test_prior_by_layer(net, key):
+    params = one(net.init(key, 1), 0)
+    given = networks.GaussianPrior({"": 2.0, "layer1": 0.5, "layer1/b": 0.1})
+    rule = lambda name: 2.0 if "layer0" in name else 0.1 if "'b'" in name else 0.5
+    np.testing.assert_allclose(given(params), prior(params, rule), rtol=1e-5)
+
+
+def test_leaf_names(net, key):
+    names = networks.leaf_names(net.init(key, 1))
+    assert names == ["layer0/b", "layer0/w", "layer1/b", "layer1/w"]
+
+
+def test_networks_start_differently(net, key):
+    cloud = net.init(key, 4)
+    assert cloud["layer0"]["w"].shape == (4, 4, 6)
+    assert len(np.unique(np.asarray(cloud["layer0"]["w"][:, 0, 0]))) == 4
+
+
+# ------------------------------------------------------------------------------------- stateful networks
+
+
+def running(decay):
+    """A network that divides by a running mean of |x| and adds noise: state and randomness."""
+
+    def forward(params, x, carried, key):
+        scale = decay * carried["scale"] + (1 - decay) * jnp.mean(jnp.abs(x))
+        noise = 0.1 * jax.random.normal(key, (len(x), 3))
+        return apply(params, x / scale) + noise, {"scale": scale}
+
+    return networks.Network(
+        lambda key: (start(key), {"scale": jnp.ones(())}),
+        lambda params, x, carried: apply(params, x / carried["scale"]),
+        forward,
+        stateful=True,
+    )
+
+
+def batches():
+    x, y = RNG.normal(size=(60, 4)) * 3, RNG.integers(0, 3, 60)
+    return px.Minibatches({"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y)}, 10)
+
+
+def test_what_particles_carry_is_updated_by_each_step(key):
+    net, data = running(0.9), batches()
+    particles, carried = net.init(key, 5)
+    flow = px.svgd(networks.classifier(net, num_data=60), optimizer=optax.adam(0.01))
+    state = flow.init(particles, carried)
+    result = px.run(flow, state, steps=7, key=key, data=data, progress=False)
+    scale = 1.0
+    for step in range(7):
+        rows = data.batch(jax.random.fold_in(key, 2**31 - 1), jnp.array(step))["x"]
+        scale = 0.9 * scale + 0.1 * float(np.mean(np.abs(np.asarray(rows, float))))
+    np.testing.assert_allclose(result.state.carried["scale"], np.full(5, scale), rtol=1e-5)
+
+
+def test_stateful_runs_repeat_and_resume_bit_for_bit(key):
+    net, data = running(0.9), batches()
+    flow = px.sgld(networks.classifier(net, num_data=60), step_size=1e-4)
+    begin = flow.init(*net.init(key, 3))
+    go = lambda state, steps: (
+        px.run(flow, state, steps=steps, key=key, data=data, progress=False).state
+    )
+    whole, cut = go(begin, 9), go(go(begin, 4), 5)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_every_particle_and_step_has_its_own_randomness(key):
+    """Equal networks with a random likelihood see different values."""
+    like = lambda p, b, carried, own: (jnp.full(len(b), jax.random.normal(own)), carried)
+    target = px.Target(log_prior=lambda p: 0.0 * p, log_likelihood=like, num_data=1, stateful=True)
+    flow = px.sgld(target, step_size=1e-9)
+    state, seen = flow.init(jnp.zeros(4)), []
+    for _ in range(3):
+        state, info = flow.step(key, state, jnp.zeros(1))
+        seen.append(np.asarray(info.log_density))
+    assert len(np.unique(np.concatenate(seen))) == 12
+
+
+def test_noise_of_terms_is_not_that_of_the_target(key):
+    """A stateful target leaves the Langevin noise as it was."""
+    plain = px.Target(
+        log_prior=lambda p: -0.5 * p**2, log_likelihood=lambda p, b: 0 * b, num_data=1
+    )
+    stateful = px.Target(
+        log_prior=lambda p: -0.5 * p**2,
+        log_likelihood=lambda p, b, c, k: (0 * b, c),
+        num_data=1,
+        stateful=True,
+    )
+    ends = [
+        px.run(
+            px.sgld(t, step_size=0.1),
+            jnp.zeros(4),
+            steps=5,
+            key=key,
+            data=jnp.zeros(1),
+            progress=False,
+        )
+        for t in (plain, stateful)
+    ]
+    np.testing.assert_array_equal(ends[0].particles, ends[1].particles)
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+def small(x=None, y=None):
+    return {
+        "x": jnp.zeros((2, 4)) if x is None else x,
+        "y": jnp.zeros(2, int) if y is None else y,
+    }
+
+
+def test_outputs_of_the_wrong_shape(net, key):
+    target = networks.classifier(net, num_data=2)
+    with pytest.raises(TargetError, match=r"returned shape \(2, 3\) for labels of shape \(2, 3\)"):
+        target.score(net.init(key, 1), small(y=jnp.zeros((2, 3), int)))
+    regression = networks.regressor(net, num_data=2)
+    with pytest.raises(TargetError, match="squeeze a last axis"):
+        regression.score(net.init(key, 1), small(y=jnp.zeros(2)))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: networks.GaussianPrior({"layer0": -1.0}), "finite number > 0"),
+        (lambda: networks.classifier(apply, num_data=5, temperature=0.0), "temperature is 0"),
+        (lambda: networks.classifier(apply, num_data=5, prior=0.0), "prior variance"),
+        (lambda: networks.regressor(apply, num_data=5, noise=0.0), "noise is 0"),
+        (lambda: networks.classifier(apply, num_data=5, tau=1.0), "has no option 'tau'"),
+        (lambda: networks.Network(start, apply, stateful=True), "expected forward exactly when"),
+        (lambda: px.Target(lambda x: x, stateful=True), "stateful=True without log_likelihood"),
+    ],
+)
+def test_options_are_checked(make, words):
+    with pytest.raises(OptionError, match=words):
+        make()
+
+
+def test_priors_name_leaves_that_exist(net, key):
+    for variance, words in (
+        ({"layer0": 1.0}, "no variance for 'layer1/b'"),
+        ({"": 1.0, "layr": 1.0}, "names 'layr'"),
+    ):
+        target = networks.classifier(net, num_data=2, prior=variance)
+        with pytest.raises(OptionError, match=words):
+            target.score(net.init(key, 1), small())
+
+
+def test_what_is_carried_is_checked(net, key):
+    plain = px.svgd(networks.classifier(net, num_data=60), optimizer=optax.adam(0.1))
+    with pytest.raises(OptionError, match="the target carries nothing"):
+        plain.init(net.init(key, 3), {"scale": jnp.ones(3)})
+    stateful = px.svgd(networks.classifier(running(0.9), num_data=60), optimizer=optax.adam(0.1))
+    with pytest.raises(ParticleError, match="expected a leading axis of 3"):
+        stateful.init(net.init(key, 3), {"scale": jnp.ones(2)})
+    with pytest.raises(OptionError, match="give what the particles carry"):
+        stateful.target.score(net.init(key, 3), small())
+
+
+def test_apply_alone_cannot_be_initialised(key):
+    target = networks.classifier(apply, num_data=2)
+    assert target.num_data == 2
+    like = lambda p, b, c, k: jnp.zeros(len(b))
+    broken = px.Target(log_prior=lambda p: 0.0 * p, log_likelihood=like, num_data=1, stateful=True)
+    with pytest.raises(TargetError, match="expected the pair"):
+        px.sgld(broken, step_size=0.1).step(
+            key, px.sgld(broken, step_size=0.1).init(jnp.zeros(2)), jnp.zeros(1)
+        )
