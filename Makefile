@@ -8,7 +8,7 @@ RECORD ?= study
 .PHONY: demo study test lint api clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m experiments run toy --seeds=1 --record=demo
+	$(BIN)/python -m experiments run toy --seeds=1 --variants=false --record=demo
 	$(BIN)/python -m experiments figure toy --record=demo
 	$(BIN)/python -m experiments report
 

@@ -1,7 +1,7 @@
 """The paper's toy study: figure 1 (2000 particles), the appendix figure (50), and their tables.
 
 python -m experiments run toy                           # 5 seeds, about 25 minutes
-python -m experiments run toy --seeds=1 --record=demo   # what `make demo` does
+python -m experiments run toy --seeds=1 --variants=false --record=demo   # what `make demo` does
 """
 
 import dataclasses
@@ -39,6 +39,7 @@ class Config:
     chain_thin: int = 10
     seeds: int = 5
     densities: tuple[str, ...] = ("U1", "U2", "U3", "U4")
+    variants: bool = True  # pi-SGLD with blob and with noise too
 
 
 DENSITIES = {name: getattr(px.zoo, name)() for name in ("U1", "U2", "U3", "U4")}
@@ -50,7 +51,7 @@ def samplers(c: Config, num: int) -> dict[str, Callable[[px.Target], px.Flow]]:
     kernel = RBF(bandwidth=Median(scale=c.scale))
     coupling = FixedScale(c.gamma / num, lam=Median(scale=c.scale))
     adam = optax.adam(c.learning_rate)
-    return {
+    rows: dict[str, Callable[[px.Target], px.Flow]] = {
         "w-SGLD": lambda t: px.w_sgld(t, coupling=coupling, optimizer=adam),
         "w-SGLD-B": lambda t: px.w_sgld_b(t, kernel=kernel, optimizer=adam),
         "SVGD": lambda t: px.svgd(t, kernel=kernel, optimizer=adam),
@@ -60,13 +61,17 @@ def samplers(c: Config, num: int) -> dict[str, Callable[[px.Target], px.Flow]]:
         "w-SGLD, calibrated": lambda t: px.w_sgld(
             t, coupling=coupling, calibrate=True, step_size=c.euler
         ),
-        "pi-SGLD, blob": lambda t: px.pi_sgld(
-            t, kernel=kernel, diffusion=Blob(kernel=kernel), optimizer=adam
-        ),
-        "pi-SGLD, noise": lambda t: px.pi_sgld(
-            t, kernel=kernel, diffusion=Langevin(), step_size=c.euler
-        ),
     }
+    if c.variants:
+        rows |= {
+            "pi-SGLD, blob": lambda t: px.pi_sgld(
+                t, kernel=kernel, diffusion=Blob(kernel=kernel), optimizer=adam
+            ),
+            "pi-SGLD, noise": lambda t: px.pi_sgld(
+                t, kernel=kernel, diffusion=Langevin(), step_size=c.euler
+            ),
+        }
+    return rows
 
 
 def chain(c: Config, target: px.Target, num: int, key: jax.Array) -> jax.Array:
@@ -121,7 +126,7 @@ def work(c: Config, num: int, name: str, row: str, seed: int) -> Iterator[Evalua
 def runs(c: Config) -> Iterator[Run]:
     """Every sampler on every density with many and with few particles."""
     settings = dataclasses.asdict(c)
-    for name in ("particles", "few", "seeds", "densities"):
+    for name in ("particles", "few", "seeds", "densities", "variants"):
         settings.pop(name)
     for seed in range(c.seeds):
         for num in (c.particles, c.few):
