@@ -203,7 +203,7 @@ STUDY = Study(
     title="Figure 2: Bayesian logistic regression on Covertype",
     paper="A figure without numbers: SVGD, w-SGLD and w-SGLD-B converge to the same accuracy and likelihood; w-SGLD and "
     "w-SGLD-B converge slightly faster than SVGD.",
-    takes="10 minutes",
+    takes="5 minutes",
     config=Config,
     runs=runs,
     tables={
@@ -220,7 +220,7 @@ PLATEAU = Study(
     name="plateau",
     title="Figure 2, checked: exact sampling on 10,000 rows of Covertype beside the flows",
     paper="Not in the paper.",
-    takes="8 minutes",
+    takes="7 minutes",
     config=SubsetConfig,
     runs=subset_runs,
     tables={"plateau": Table("10,000 training rows", logistic_tables.subset)},

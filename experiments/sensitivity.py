@@ -162,7 +162,7 @@ STUDY = Study(
     title="Figure 3: pi-SGLD's sensitivity to gamma and the number of particles",
     paper="A figure without numbers: the best accuracy is reached with an appropriate scale of the transport; it keeps improving "
     "with more particles; the transport is more important when particles are few.",
-    takes="15 minutes",
+    takes="9 minutes",
     config=Config,
     runs=runs,
     tables={
