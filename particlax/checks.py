@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from particlax.errors import OptionError, check_options
+from particlax.errors import DataError, OptionError, check_options
 
 Scheduled: TypeAlias = float | int | Array | Callable[[Any], Any]
 """A number, or an optax schedule: a function from the step number to a number."""
@@ -71,6 +71,21 @@ def whole(name: str, value: Any, least: int) -> None:
     """Refuse what is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise OptionError(f"{name} is {value!r}; expected a whole number >= {least}")
+
+
+def refuse_not_finite(name: str, tree: PyTree, error: type[ValueError] = DataError) -> None:
+    """Refuse arrays with NaN or infinity, naming the first such row (skipped under tracing)."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, Tracer) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            continue
+        numbers = jnp if isinstance(leaf, jax.Array) else np
+        if not bool(numbers.all(numbers.isfinite(leaf))):
+            place = np.argwhere(~np.isfinite(np.asarray(leaf, np.float64)))[0]
+            row = f"row {place[0]} of " if place.size else ""
+            raise error(
+                f"{row}{name}{jax.tree_util.keystr(path)} is not finite; expected finite numbers. Leave it out, or "
+                "fill what is missing"
+            )
 
 
 def as_key(key: Any) -> Array:

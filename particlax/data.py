@@ -1,5 +1,6 @@
 """Minibatches drawn on the device, as a pure function of key and step: no state to save."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
-from particlax.checks import Part
+from particlax.checks import Part, refuse_not_finite
 from particlax.errors import DataError
 
 __all__ = ["Minibatches"]
 
-ROUNDS, SMALL = 6, 256
+SMALL = 256
 
 
 class Minibatches(Part):
@@ -20,8 +21,11 @@ class Minibatches(Part):
 
     Epoch e goes once through a fresh pseudo-random permutation of the N rows; the N mod n rows that do not
     fill a batch are left out of that epoch. The permutation is evaluated only where it is needed (a
-    Feistel cipher on the row numbers), so a batch costs O(n) and the batch of step t depends on the key
+    shuffle of row numbers by arithmetic), so a batch costs O(n) and the batch of step t depends on the key
     and t alone: a resumed run sees the same batches.
+
+    `transform(key, batch)`, if given, makes of each batch what the target sees, with a key of its own: random crops
+    and flips, say. All particles see the same batch.
 
     >>> data = Minibatches({"x": jnp.arange(10.0)}, 4)
     >>> data.batch(jax.random.key(0), jnp.array(0))["x"].shape
@@ -31,8 +35,9 @@ class Minibatches(Part):
     arrays: PyTree
     batch_size: int
     num_data: int
+    transform: Callable[[Key[Array, ""], PyTree], PyTree] | None
 
-    def __init__(self, arrays: PyTree, batch_size: int):
+    def __init__(self, arrays: PyTree, batch_size: int, transform: Any = None):
         leaves = jax.tree_util.tree_leaves_with_path(arrays)
         if not leaves:
             raise DataError("the data are empty; expected arrays with a leading data axis")
@@ -51,9 +56,13 @@ class Minibatches(Part):
             raise DataError(
                 f"batch_size is {batch_size} but the data have {num_data} rows; expected at most {num_data}"
             )
+        if transform is not None and not callable(transform):
+            raise DataError(f"transform is {transform!r}; expected a function of a key and a batch")
         self.arrays = jax.tree.map(jnp.asarray, arrays)
+        refuse_not_finite("the data", self.arrays)
         self.batch_size = batch_size
         self.num_data = num_data
+        self.transform = transform
 
     @property
     def batches_per_epoch(self) -> int:
@@ -69,40 +78,36 @@ class Minibatches(Part):
     def batch(self, key: Key[Array, ""], step: Int[Array, ""]) -> PyTree:
         """The batch of `step`."""
         rows = self.indices(key, step)
-        return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), self.arrays)
+        batch = jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), self.arrays)
+        if self.transform is None:
+            return batch
+        # Epochs fold their number into the key; transforms have the stream of an epoch never reached.
+        own = jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), step)
+        return self.transform(own, batch)
 
 
 def permuted(key: Key[Array, ""], position: Int[Array, " n"], num: int) -> Int[Array, " n"]:
     """The images of `position` under a pseudo-random permutation of 0..num-1 chosen by `key`.
 
-    A balanced Feistel network permutes the smallest square 2^2b >= num; numbers that land outside are sent
-    through again until they fall inside (cycle walking), which leaves a permutation of 0..num-1.
-
-    (Small sets are permuted as a whole: so few bits would leave it visibly uneven.)
+    The swap-or-not shuffle (Hoang, Morris & Rogaway 2012): in each round a random pairing x <-> k - x mod num, and for
+    each pair a coin, here a hash of its larger member, that decides whether the two change places. Arithmetic alone, for
+    any num and without a loop. (Small sets are permuted as a whole: it is as fast, and exact.)
 
     >>> sorted(permuted(jax.random.key(0), jnp.arange(10), 10).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
     if num <= SMALL:
         return jax.random.permutation(key, num)[position].astype(jnp.int32)
-    half = max(1, -(-max(num - 1, 1).bit_length() // 2))
-    mask = jnp.uint32((1 << half) - 1)
-    round_keys = jax.random.bits(key, (ROUNDS,), jnp.uint32)
-
-    def cipher(value: Array) -> Array:
-        left, right = value >> half, value & mask
-        for i in range(ROUNDS):
-            left, right = right, left ^ (_mix(right ^ round_keys[i]) & mask)
-        return (left << half) | right
-
-    def outside(value: Array) -> Any:
-        return jnp.any(value >= num)
-
-    def again(value: Array) -> Array:
-        return jnp.where(value >= num, cipher(value), value)
-
-    start = cipher(position.astype(jnp.uint32))
-    return jax.lax.while_loop(outside, again, start).astype(jnp.int32)
+    rounds = 2 * num.bit_length() + 8
+    bits = jax.random.bits(key, (2, rounds), jnp.uint32)
+    pairings, coins, count = bits[0] % jnp.uint32(num), bits[1], jnp.uint32(num)
+    value = position.astype(jnp.uint32)
+    for i in range(rounds):
+        other = pairings[i] - value  # below zero it wraps, and adding num mends it
+        other = jnp.where(pairings[i] < value, other + count, other)
+        swap = _mix(jnp.maximum(value, other) ^ coins[i]) >> 31 == 1
+        value = jnp.where(swap, other, value)
+    return value.astype(jnp.int32)
 
 
 def _mix(value: Array) -> Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from particlax.checks import positive, whole
+from particlax.checks import positive, refuse_not_finite, whole
 from particlax.errors import DataError, ParticleError, TargetError, expect, known_options
 from particlax.pairwise import wide
 from particlax.particles import num_particles
@@ -254,7 +254,7 @@ class Normal(eqx.Module):
         y, shape = np.asarray(y, np.float64), self.means.shape[1:]
         if y.shape != shape:
             raise DataError(f"y has shape {y.shape}; expected {shape}, as the means: reshape one")
-        _refuse_not_finite("y", y)
+        refuse_not_finite("y", y)
         return (y - self.means) / self.sds
 
 
@@ -312,8 +312,8 @@ class _Networks:
         particles = snapshots(particles) if isinstance(particles, History) else particles
         num_particles(particles)
         num = num_rows(x if jax.tree.leaves(x) else np.zeros(0))  # no array has no rows
-        _refuse_not_finite("particles", particles, ParticleError)
-        _refuse_not_finite("x", x)
+        refuse_not_finite("particles", particles, ParticleError)
+        refuse_not_finite("x", x)
         size = -(-num // -(-num // batch_size))  # as many batches, of almost equal size
         cloud = jax.tree.map(jnp.asarray, particles)
         first, rows = jax.tree.map(lambda a: a[0], cloud), jax.tree.map(lambda a: a[:size], x)
@@ -387,11 +387,3 @@ def _labels(y: Any, shape: tuple[int, ...]) -> np.ndarray:
             "Count classes from 0, convert floats with .astype(int) and one-hot labels with .argmax(-1)"
         )
     return y.astype(np.int32)
-
-
-def _refuse_not_finite(name: str, tree: PyTree, error: type[ValueError] = DataError) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        finite = np.asarray((jnp if isinstance(leaf, jax.Array) else np).isfinite(leaf))
-        if not finite.all():
-            where = f"row {np.argwhere(~finite)[0, 0]} of {name}{jax.tree_util.keystr(path)}"
-            raise error(f"{where} is not finite; expected finite numbers: leave it out")

@@ -118,3 +118,67 @@ def test_late_steps_do_not_overflow(key):
     assert len(set(rows)) == 128
     assert rows.min() >= 0
     assert rows.max() < 60_000
+
+
+@pytest.mark.parametrize("num", [257, 1000])
+def test_large_sets_are_permuted_evenly(num):
+    """Positions, neighbours' differences, fixed points and order are as in uniform permutations."""
+    keys = jax.random.split(jax.random.key(3), 40_000)
+    few = jnp.array([0, 1, num // 2, num - 1])
+    images = np.asarray(jax.jit(jax.vmap(lambda k: permuted(k, few, num)))(keys))
+    for place in range(4):
+        assert chi_square(np.bincount(images[:, place], minlength=num)) > 1e-4
+    apart = (images[:, 1] - images[:, 0]) % num
+    assert chi_square(np.bincount(apart, minlength=num)[1:]) > 1e-4
+    whole = jax.jit(jax.vmap(lambda k: permuted(k, jnp.arange(num), num)))(keys[:2000])
+    fixed = np.sum(np.asarray(whole) == np.arange(num), 1)  # Poisson of mean 1
+    assert abs(fixed.mean() - 1) < 5 / np.sqrt(2000)
+    assert abs(fixed.var() - 1) < 10 / np.sqrt(2000)
+    order = [stats.spearmanr(image, np.arange(num))[0] for image in np.asarray(whole[:500])]
+    assert abs(np.std(order) * np.sqrt(num - 1) - 1) < 0.16  # five standard errors
+
+
+# ---------------------------------------------------------------------------------------------- transforms
+
+
+def jitter(key, batch):
+    return {**batch, "x": batch["x"] + jax.random.normal(key, batch["x"].shape)}
+
+
+def test_transform_has_a_key_for_each_step(key):
+    arrays = {"x": jnp.zeros(20), "y": jnp.arange(20)}
+    data, plain = px.Minibatches(arrays, 5, jitter), px.Minibatches(arrays, 5)
+    seen = [data.batch(key, jnp.array(step)) for step in range(6)]
+    for step, batch in enumerate(seen):
+        assert np.array_equal(batch["y"], plain.batch(key, jnp.array(step))["y"])
+        assert np.array_equal(batch["x"], data.batch(key, jnp.array(step))["x"])
+    assert len({tuple(batch["x"].tolist()) for batch in seen}) == 6
+
+
+def test_run_sees_transformed_batches(key):
+    """A transform that negates the data is a run on negated data."""
+    target = px.Target(
+        log_prior=lambda m: -0.5 * m**2,
+        log_likelihood=lambda m, batch: -0.5 * (batch - m) ** 2,
+        num_data=20,
+    )
+    flow, rows = px.sgld(target, step_size=1e-2), jnp.arange(20.0)
+    start = jnp.zeros(3)
+    one = px.run(
+        flow, start, steps=9, key=key, data=px.Minibatches(rows, 5, lambda k, b: -b), progress=False
+    )
+    two = px.run(flow, start, steps=9, key=key, data=px.Minibatches(-rows, 5), progress=False)
+    assert np.array_equal(one.particles, two.particles)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_data_must_be_finite(bad):
+    x = np.ones((10, 3))
+    x[7, 1] = bad
+    with pytest.raises(px.errors.DataError, match=r"row 7 of the data\['x'\] is not finite"):
+        px.Minibatches({"x": x, "y": np.arange(10)}, 2)
+
+
+def test_transform_must_be_a_function():
+    with pytest.raises(px.errors.DataError, match="transform is 3; expected a function"):
+        px.Minibatches(np.ones(10), 2, 3)
