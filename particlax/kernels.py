@@ -58,8 +58,7 @@ class Bandwidth(Part):
         """
         h = self.choose(x)
         eps, tiny = float(jnp.finfo(h.dtype).eps), 1e-30
-        norms = [jnp.sum(jnp.mean(leaf.astype(h.dtype) ** 2, 0)) for leaf in jax.tree.leaves(x)]
-        return jnp.maximum(h, (64 * eps) ** 2 * sum(norms) + tiny)
+        return jnp.maximum(h, (64 * eps) ** 2 * pairwise.mean_square(x).astype(h.dtype) + tiny)
 
 
 class Fixed(Bandwidth):

@@ -3,6 +3,7 @@
 Every interaction is a function of squared distances r2_ij = |x_i - y_j|^2, so a caller passes
 `weights(r2, *rows, *cols)`, written elementwise, and never sees how the M x N matrix is cut. Here it
 is cut into horizontal strips that stay in cache; a cloud whose whole matrix is that small is one strip.
+Few particles in many dimensions go through `skinny`, which reads the cloud twice and copies nothing.
 
 Accuracy. Up to `DIRECT_DIM` coordinates, r2 is summed from differences and exact to rounding.
 Above, it is |x|^2 + |y|^2 - 2 x.y of the *centred* cloud in full precision, whose error is about
@@ -19,13 +20,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
+from particlax import skinny
 from particlax.errors import OptionError
-from particlax.particles import dimension, flatten
+from particlax.particles import dimension, flatten, num_particles
+from particlax.skinny import matmul
 
 __all__ = [
     "interact",
     "logsumexp",
     "matmul",
+    "mean_square",
     "median_sqdist",
     "reduce_rows",
     "sqdist",
@@ -48,26 +52,43 @@ Weights = Callable[..., Any]
 Blocks = list[Array]
 
 
-def matmul(a: Array, b: Array) -> Array:
-    """a @ b in full precision on every backend (a GPU would round the factors to 10 bits)."""
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
-
 def _blocks(tree: PyTree) -> tuple[Blocks, Callable[[Blocks], PyTree]]:
-    """A cloud as matrices with M rows, computed in at least float32, and the way back."""
+    """A cloud as matrices with M rows, computed in at least float32, and the way back.
+
+    Small leaves are joined: one matrix in all up to FLAT_DIM coordinates, above that large leaves stay alone.
+    """
     leaves, structure = jax.tree.flatten(tree)
-    if len(leaves) > 1 and dimension(tree) <= FLAT_DIM:
-        matrix, unflatten = flatten(tree)
-        return [wide(matrix)], lambda blocks: unflatten(blocks[0])
+    most = FLAT_DIM if dimension(tree) <= FLAT_DIM else skinny.LEAST
+    alone = [i for i, leaf in enumerate(leaves) if dimension(leaf) > most]
+    joined = [i for i in range(len(leaves)) if i not in alone]
+    blocks = [wide(leaves[i].reshape(leaves[i].shape[0], -1)) for i in alone]
+    unflatten: Any = None
+    if joined:
+        matrix, unflatten = flatten([wide(leaves[i]) for i in joined])
+        blocks.append(matrix)
 
     def back(blocks: Blocks) -> PyTree:
-        shaped = [
-            block.reshape(block.shape[0], *leaf.shape[1:]).astype(leaf.dtype)
-            for block, leaf in zip(blocks, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(structure, shaped)
+        parts: list[Any] = list(leaves)
+        for i, block in zip(alone, blocks, strict=False):
+            parts[i] = block.reshape(block.shape[0], *leaves[i].shape[1:])
+        if joined:
+            for i, part in zip(joined, unflatten(blocks[-1]), strict=True):
+                parts[i] = part
+        cast = [part.astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
+        return jax.tree.unflatten(structure, cast)
 
-    return [wide(leaf.reshape(leaf.shape[0], -1)) for leaf in leaves], back
+    return blocks, back
+
+
+def _few(x: PyTree, y: PyTree) -> bool:
+    return y is x and skinny.suits(num_particles(x)) and dimension(x) > FLAT_DIM
+
+
+def _few_sqdist(xs: Blocks) -> Array:
+    """Squared distances within a cloud, from its centred Gram matrix."""
+    product = sum(skinny.gram(x)[0] for x in xs)
+    own = jnp.diagonal(product)
+    return jnp.maximum(own[:, None] + own[None, :] - 2 * product, 0)  # pyright: ignore
 
 
 def wide(block: Array) -> Array:
@@ -127,8 +148,22 @@ def _weigh(weights: Weights, r2: Array, rows: Sequence[Array], cols: Sequence[Ar
 
 def sqdist(x: PyTree, y: PyTree) -> Float[Array, "M N"]:
     """The whole matrix of squared distances; only for clouds known to be small."""
+    if _few(x, y):
+        return _few_sqdist(_blocks(x)[0])
     xs, ys, _ = _centred(x, y)
     return _sqdist(xs, ys)
+
+
+def mean_square(x: PyTree) -> Float[Array, ""]:
+    """The mean of |x_i|^2 over the particles.
+
+    >>> float(mean_square(jnp.array([[3.0, 4.0], [0.0, 0.0]])))
+    12.5
+    """
+    if _few(x, x):  # the same kernels as for the distances, so at no cost beside them
+        parts = [skinny.gram(block) for block in _blocks(x)[0]]
+        return sum(jnp.trace(product) / len(product) + norm for product, norm in parts)  # pyright: ignore
+    return sum(jnp.sum(jnp.mean(wide(leaf) ** 2, 0)) for leaf in jax.tree.leaves(x))  # pyright: ignore
 
 
 def interact(
@@ -148,8 +183,10 @@ def interact(
     >>> [[round(v, 3) for v in row] for row in interact(x, x, lambda r2: jnp.exp(-r2)).tolist()]
     [[-0.368], [0.368]]
     """
-    xs, ys, back = _centred(x, y)
     vs = None if values is None else _blocks(values)[0]
+    if _few(x, y):
+        return _few_interact(x, vs, weights, rows, cols)
+    xs, ys, back = _centred(x, y)
     columns = ys[0].shape[0]
 
     def strip(part: Any) -> Blocks:
@@ -165,6 +202,18 @@ def interact(
     return back(reduce_rows(strip, (xs, list(rows)), columns))
 
 
+def _few_interact(
+    x: PyTree, vs: Blocks | None, weights: Weights, rows: Sequence[Array], cols: Sequence[Array]
+) -> PyTree:
+    xs, back = _blocks(x)
+    pair = _weigh(weights, _few_sqdist(xs), rows, cols)
+    b = pair if vs is None else pair[1]
+    left = jnp.diag(jnp.sum(b, 1)) - b
+    if vs is None:
+        return back([skinny.mix(left, block) for block in xs])
+    return back([skinny.mix(left, block, pair[0], v) for block, v in zip(xs, vs, strict=True)])
+
+
 def total(
     x: PyTree,
     y: PyTree,
@@ -178,6 +227,8 @@ def total(
     >>> total(x, x, lambda r2: r2).tolist()
     [1.0, 1.0]
     """
+    if _few(x, y):
+        return jnp.sum(_weigh(weights, _few_sqdist(_blocks(x)[0]), rows, cols), 1)
     xs, ys, _ = _centred(x, y)
 
     def strip(part: Any) -> Array:
@@ -191,6 +242,8 @@ def logsumexp(
     x: PyTree, y: PyTree, weights: Weights, cols: Sequence[Array] = ()
 ) -> Float[Array, " M"]:
     """log sum_j exp weights(r2_ij, *cols_j) for every i, without overflow."""
+    if _few(x, y):
+        return jax.nn.logsumexp(_weigh(weights, _few_sqdist(_blocks(x)[0]), (), cols), axis=1)
     xs, ys, _ = _centred(x, y)
 
     def strip(part: Any) -> Array:
@@ -206,7 +259,8 @@ def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) 
     `itself` counts all M^2 entries with the zero diagonal, as the reference SVGD code does;
     `of_squares` averages the two middle squares of an even number, and not the distances.
     """
-    xs, _, _ = _centred(x, x)
+    few = _few(x, x)
+    xs = _blocks(x)[0] if few else _centred(x, x)[0]
     num, dtype = xs[0].shape[0], xs[0].dtype
     if num > 46340:
         raise OptionError(
@@ -216,7 +270,8 @@ def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) 
     pairs = num * num if itself else num * (num - 1)
     rank, even = (pairs + 1) // 2, pairs % 2 == 0
     if num * num <= min(_strip_elements(), HALF_ELEMENTS):
-        bits = lax.bitcast_convert_type(_sqdist(xs, xs), _integer(dtype))
+        r2 = _few_sqdist(xs) if few else _sqdist(xs, xs)
+        bits = lax.bitcast_convert_type(r2, _integer(dtype))
         # The barrier keeps one rounding of the distances for the loop and for the pass after it.
         half = lax.optimization_barrier(bits.ravel()[_upper(num)])
         twice = lambda bits: 2 * _count(half, bits) + (num if itself else 0)
@@ -266,10 +321,19 @@ def _count(entries: Array, bits: Array) -> Array:
 
 
 def _sorted_ranks(half: Array, ranks: list[int], zeros: int) -> list[Array]:
-    """Entries by rank among `zeros` zeros and two copies of every one of `half`, by a sort."""
-    ordered = jnp.sort(half)
+    """Entries by rank among `zeros` zeros and two copies of every one of `half`.
+
+    By a sort, or between 32 and 128 particles by comparing all entries with all, for which one launch is enough.
+    """
     zero = jnp.zeros((), half.dtype)
-    return [ordered[(rank - zeros - 1) // 2] if rank > zeros else zero for rank in ranks]
+    wanted = [(rank - zeros - 1) // 2 for rank in ranks]
+    if not 496 <= len(half) <= 8128:
+        ordered = jnp.sort(half)
+        return [ordered[place] if place >= 0 else zero for place in wanted]
+    upto = jnp.sum((half[None, :] <= half[:, None]).astype(jnp.int32), 1)
+    most = jnp.iinfo(half.dtype).max
+    found = [jnp.min(jnp.where(upto > place, half, most)) for place in wanted]
+    return [value if place >= 0 else zero for value, place in zip(found, wanted, strict=True)]
 
 
 def _upper(num: int) -> np.ndarray:
