@@ -107,7 +107,8 @@ def permuted(key: Key[Array, ""], position: Int[Array, " n"], num: int) -> Int[A
         other = jnp.where(pairings[i] < value, other + count, other)
         swap = _mix(jnp.maximum(value, other) ^ coins[i]) >> 31 == 1
         value = jnp.where(swap, other, value)
-    return value.astype(jnp.int32)
+    # The barrier keeps the compiler from computing all rounds again wherever a row number is used.
+    return jax.lax.optimization_barrier(value.astype(jnp.int32))
 
 
 def _mix(value: Array) -> Array:

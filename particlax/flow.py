@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from particlax.checks import refuse_not_finite
 from particlax.errors import OptionError, ParticleError, expect, known_options
 from particlax.integrators import Integrator
 from particlax.metrics import Identity, Metric
-from particlax.particles import as_cloud, num_particles
+from particlax.particles import as_cloud, check_parts, num_particles
 from particlax.target import Target
 from particlax.terms import Cloud, Term, Velocity, add
 
-__all__ = ["Flow", "Info", "State"]
+__all__ = ["Flow", "Info", "Shared", "State"]
 
 
 class State(eqx.Module):
@@ -27,6 +28,15 @@ class State(eqx.Module):
     terms: tuple[PyTree, ...]
     carried: PyTree = ()
     """What each particle carries beside its position, such as batch-norm statistics; leading axis M."""
+    shared: "Shared | None" = None
+    """In partly Bayesian networks, the leaves that all particles share."""
+
+
+class Shared(eqx.Module):
+    """Single values that are trained with the mean gradient over the particles, by the flow's integrator."""
+
+    values: PyTree[Float[Array, "..."]]
+    integrator: PyTree
 
 
 class Info(eqx.Module):
@@ -91,20 +101,28 @@ class Flow(eqx.Module):
                 "Momentum with it, or the Diagonal metric"
             )
 
-    def init(self, particles: PyTree, carried: PyTree = ()) -> State:
+    def init(self, particles: PyTree, carried: PyTree = (), shared: PyTree = None) -> State:
         """The state before the first step. Checks the particles; the caller's arrays are copied.
 
-        `carried` is for stateful targets: what each particle carries, with leading axis M.
+        `carried` is for stateful targets: what each particle carries, with leading axis M. `shared` is for partly Bayesian
+        networks, as `px.networks.split` makes it: single values that no term moves, only their mean score.
         """
         cloud = as_cloud(particles)
         _finite(cloud)
         carried = _companions(self.target, cloud, carried)
+        common = None if shared is None else self._share(cloud, shared)
         self.metric.check(cloud)
         for term in self.terms:
             term.check(cloud)
         memories = tuple(term.init(cloud) for term in self.terms)
         start = jnp.zeros((), jnp.int32)
-        return State(cloud, start, self.integrator.init(cloud), memories, carried)
+        return State(cloud, start, self.integrator.init(cloud), memories, carried, common)
+
+    def _share(self, cloud: PyTree, shared: PyTree) -> Shared:
+        check_parts(cloud, shared)
+        values = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), shared)
+        refuse_not_finite("shared", values, ParticleError)
+        return Shared(values, self.integrator.init(values))
 
     def step(self, key: Key[Array, ""], state: State, batch: PyTree = None) -> tuple[State, Info]:
         """One step: pure, and fit for `jax.jit`, `lax.scan` and `vmap` over keys and states."""
@@ -112,16 +130,27 @@ class Flow(eqx.Module):
         now = jax.random.fold_in(key, state.step)
         # Noisy terms fold their place into this key; the target has the stream of a place never reached.
         own = jax.random.fold_in(now, 2**31 - 1)
-        log_density, score, carried = self.target.evaluate(particles, batch, state.carried, own)
+        common = None if state.shared is None else state.shared.values
+        seen = self.target.evaluate(particles, batch, state.carried, own, common)
         frame = self.metric.frame(particles)
-        cloud = Cloud(frame.points(particles), frame.scores(score), state.step, frame, particles)
+        z, score = frame.points(particles), frame.scores(seen.score)
+        cloud = Cloud(z, score, state.step, frame, particles, state.carried, common)
         velocity, memories, forces = self._sum(cloud, now, state)
-        moved, memory = self.integrator.step(particles, velocity, state.integrator, state.step)
-        moved = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, particles)
+        moved, memory = self._move(particles, velocity, state.integrator, state.step)
+        shared = None
+        if state.shared is not None:
+            old, trained = state.shared, Velocity(seen.shared)
+            shared = Shared(*self._move(old.values, trained, old.integrator, state.step))
         return (
-            State(moved, state.step + 1, memory, memories, carried),
-            Info(log_density, score, forces),
+            State(moved, state.step + 1, memory, memories, seen.carried, shared),
+            Info(seen.log_density, seen.score, forces),
         )
+
+    def _move(
+        self, values: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
+    ) -> tuple[PyTree, PyTree]:
+        moved, memory = self.integrator.step(values, velocity, memory, step)
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), moved, values), memory
 
     def _sum(
         self, cloud: Cloud, key: Key[Array, ""], state: State

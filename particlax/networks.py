@@ -4,7 +4,7 @@ A network is `apply(params, x) -> outputs` for a batch x and one set of paramete
 `Target` needs; `equinox`, `linen` and `nnx` make such functions of modules.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Key, PyTree
 from particlax.checks import Part, number, positive
 from particlax.errors import OptionError, TargetError, known_options
 from particlax.pairwise import wide
+from particlax.particles import by_prefix, leaf_names, num_particles
 from particlax.target import Target
 
-__all__ = ["GaussianPrior", "Network", "classifier", "leaf_names", "regressor"]
+__all__ = ["GaussianPrior", "Network", "classifier", "leaf_names", "regressor", "split"]
 
 Prior = float | Mapping[str, float]
 
@@ -50,14 +51,31 @@ class Network(Part):
         return jax.vmap(self.start)(jax.random.split(key, num))
 
 
-def leaf_names(params: PyTree) -> list[str]:
-    """The name of every leaf: its path, joined by slashes, as priors and kernels by layer refer to it.
+def split(
+    particles: PyTree, names: Sequence[str]
+) -> tuple[PyTree[Float[Array, "M ..."]], PyTree[Float[Array, "..."]]]:
+    """A partly Bayesian network: of a cloud of networks, the leaves that stay particles and those that are shared.
 
-    >>> leaf_names({"dense": {"kernel": 0.0, "bias": 0.0}, "out": [0.0]})
-    ['dense/bias', 'dense/kernel', 'out/0']
+    `names` are leaves, or layers whose leaves are all meant, such as ["Dense_1"]. Of the others, the first network's values are
+    kept, once. Each part has None where the other has its leaves.
+
+    >>> head, trunk = split({"trunk": jnp.zeros((5, 3)), "head": jnp.zeros((5, 2))}, ["head"])
+    >>> head["head"].shape, trunk["trunk"].shape
+    ((5, 2), (3,))
     """
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+    if isinstance(names, str):
+        raise OptionError(f"names is {names!r}; expected a list of names: [{names!r}]")
+    num_particles(particles)
+    chosen = [found is not None for found in by_prefix(leaf_names(particles), names, "split")]
+    if not any(chosen) or all(chosen):
+        some = "every leaf" if any(chosen) else "no leaf"
+        raise OptionError(
+            f"split names {some} as particles; expected some of {leaf_names(particles)}, the others being shared"
+        )
+    leaves, structure = jax.tree.flatten(particles)
+    own = [leaf if kept else None for leaf, kept in zip(leaves, chosen, strict=True)]
+    shared = [None if kept else leaf[0] for leaf, kept in zip(leaves, chosen, strict=True)]
+    return jax.tree.unflatten(structure, own), jax.tree.unflatten(structure, shared)
 
 
 class GaussianPrior(Part):
@@ -90,21 +108,14 @@ class GaussianPrior(Part):
         return -0.5 * jnp.sum(jnp.stack(squares))
 
     def _variances(self, names: list[str]) -> list[float]:
-        known, used, found = dict(self.variance), set(), []
-        for name in names:
-            fits = [k for k in known if k in ("", name) or name.startswith(k + "/")]
-            if not fits:
+        known = dict(self.variance)
+        found = by_prefix(names, list(known), "the prior")
+        for name, prefix in zip(names, found, strict=True):
+            if prefix is None:
                 raise OptionError(
                     f"the prior has no variance for {name!r}; it names {sorted(known)}. Add it, or '' for all others"
                 )
-            best = max(fits, key=len)
-            used.add(best)
-            found.append(known[best])
-        if unused := sorted(set(known) - used - {""}):
-            raise OptionError(
-                f"the prior names {unused[0]!r}, which no leaf's path begins with; the leaves are {names}"
-            )
-        return found
+        return [known[prefix] for prefix in found if prefix is not None]
 
 
 @known_options

@@ -1,6 +1,7 @@
 """Particle clouds: pytrees whose every leaf has the same leading axis, the particle axis."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,13 +10,17 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
-from particlax.errors import ParticleError
+from particlax.errors import OptionError, ParticleError
 
 __all__ = [
     "all_equal",
     "as_cloud",
+    "by_prefix",
+    "check_parts",
     "dimension",
     "flatten",
+    "join",
+    "leaf_names",
     "normal",
     "num_particles",
     "replicate",
@@ -115,6 +120,67 @@ def flatten(
 
     blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
     return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1), unflatten
+
+
+def leaf_names(params: PyTree) -> list[str]:
+    """The name of every leaf: its path, joined by slashes, as priors and kernels by layer refer to it.
+
+    >>> leaf_names({"dense": {"kernel": 0.0, "bias": 0.0}, "out": [0.0]})
+    ['dense/bias', 'dense/kernel', 'out/0']
+    """
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+
+
+def by_prefix(names: Sequence[str], prefixes: Sequence[str], what: str) -> list[str | None]:
+    """For each leaf's name the longest of `prefixes` that begins its path ("" fits all), or None.
+
+    A prefix that fits no leaf is refused; `what` says in the error whose it is.
+
+    >>> by_prefix(["dense/bias", "dense/kernel", "out"], ["dense", "dense/bias"], "the prior")
+    ['dense/bias', 'dense', None]
+    """
+    fits = lambda name, prefix: prefix in ("", name) or name.startswith(prefix + "/")
+    found = [max((p for p in prefixes if fits(name, p)), key=len, default=None) for name in names]
+    for prefix in prefixes:
+        if prefix and not any(fits(name, prefix) for name in names):
+            near = difflib.get_close_matches(prefix, names, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise OptionError(
+                f"{what} names {prefix!r}, which no leaf's path begins with{hint}; the leaves are {list(names)}"
+            )
+    return found
+
+
+def join(part: PyTree, rest: PyTree) -> PyTree:
+    """One pytree of two of the same structure, each with None where the other has a leaf.
+
+    >>> join({"a": 1.0, "b": None}, {"a": None, "b": 2.0})
+    {'a': 1.0, 'b': 2.0}
+    """
+    gap = lambda leaf: leaf is None
+    return jax.tree.map(lambda a, b: b if a is None else a, part, rest, is_leaf=gap)
+
+
+def check_parts(particles: PyTree, shared: PyTree) -> None:
+    """Refuse two pytrees that `join` cannot make one of."""
+    gap = lambda leaf: leaf is None
+    parts = [jax.tree_util.tree_flatten_with_path(tree, gap) for tree in (particles, shared)]
+    remedy = "Make both with px.networks.split(particles, names)"
+    if parts[0][1] != parts[1][1]:
+        raise ParticleError(
+            f"the particles have the leaves {leaf_names(particles)} and shared has {leaf_names(shared)}, in other "
+            f"structures; expected the same structure, each with None where the other has a leaf. {remedy}"
+        )
+    for (path, own), (_, other) in zip(parts[0][0], parts[1][0], strict=True):
+        if own is not None and other is not None:
+            raise ParticleError(
+                f"{_name(path)} is both a particle and shared; expected one of them to be None. {remedy}"
+            )
+        if other is not None and not jnp.issubdtype(jnp.result_type(other), jnp.floating):
+            raise ParticleError(
+                f"{_name(path)} of shared has dtype {jnp.result_type(other)}; expected a real floating type"
+            )
 
 
 def replicate(point: PyTree, num: int) -> PyTree[Float[Array, "M ..."]]:

@@ -60,6 +60,11 @@ class Result(eqx.Module):
         """The final cloud."""
         return self.state.particles
 
+    @property
+    def shared(self) -> PyTree[Float[Array, "..."]]:
+        """In partly Bayesian networks, the leaves that the particles share."""
+        return None if self.state.shared is None else self.state.shared.values
+
     def to_arviz(self) -> Any:
         """The draws as ArviZ data: one chain of M draws, or with history M chains over time."""
         from particlax.export import to_arviz
@@ -103,6 +108,11 @@ def run(
     expect("flow", flow, Flow, "px.svgd(target, optimizer=optax.adam(0.05))")
     key = as_key(key)
     state = _resumed(flow, particles) if isinstance(particles, State) else flow.init(particles)
+    if thin and state.shared is not None:
+        raise OptionError(
+            "thin keeps clouds along the way, but not the leaves that they share, without which they mean nothing; leave "
+            "thin out, and keep what you need with an observer"
+        )
     batches = _checked_data(flow, data)
     # Noise is folded from the key by step number; batches have the stream of a step never reached.
     fixed = (flow, batches, key, jax.random.fold_in(key, 2**31 - 1))
@@ -249,7 +259,7 @@ def _chunk(fixed: Any, state: State, size: Array, thin: Array, rows: int) -> Any
     empty = jax.tree.map(lambda p: jnp.zeros((rows + 1, *p.shape), p.dtype), state.particles)
     carry = (state, blank, jnp.array(True), empty if rows else None, jnp.int32(0))
     state, log_density, ok, buffer, _ = lax.fori_loop(0, size, body, carry)
-    return state, log_density, ok & ~jnp.any(_bad_particles(state.particles)), buffer
+    return state, log_density, ok & ~jnp.any(_bad_move(state)), buffer
 
 
 def _bad_value(log_density: Array) -> Array:
@@ -262,6 +272,13 @@ def _bad_particles(tree: PyTree) -> Array:
         for leaf in jax.tree.leaves(tree)
     ]
     return jnp.any(jnp.stack(flags), axis=0)
+
+
+def _bad_move(state: State) -> Array:
+    """Which particles are not finite: all of them where a leaf that they share is not."""
+    shared = () if state.shared is None else state.shared.values
+    lost = [jnp.any(~jnp.isfinite(leaf)) for leaf in jax.tree.leaves(shared)]
+    return _bad_particles(state.particles) | jnp.any(jnp.array([False, *lost]))
 
 
 def _advance(fixed: Any, state: State, size: int, keeper: _Keeper) -> tuple[State, Array, PyTree]:
@@ -287,7 +304,7 @@ def _replay(fixed: Any, state: State, size: Array) -> tuple[State, Array]:
         bad = (
             _bad_value(info.log_density),
             _bad_particles(info.score),
-            _bad_particles(moved.particles),
+            _bad_move(moved),
         )
         good = ~jnp.any(bad[0] | bad[2])
         state = jax.tree.map(lambda new, old: jnp.where(good, new, old), moved, state)
@@ -331,7 +348,8 @@ def _copy(tree: Any) -> Any:
 
 def _resumed(flow: Flow, state: State) -> State:
     """A copy of an earlier state, if it is one of this flow."""
-    wanted = jax.eval_shape(flow.init, state.particles, state.carried)
+    shared = None if state.shared is None else state.shared.values
+    wanted = jax.eval_shape(flow.init, state.particles, state.carried, shared)
     same = jax.tree.structure(wanted) == jax.tree.structure(state)
     if not same or any(
         (a.shape, a.dtype) != (b.shape, b.dtype)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,9 +11,18 @@ import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax.errors import DataError, OptionError, TargetError, known_options
-from particlax.particles import num_particles
+from particlax.particles import join, num_particles
 
-__all__ = ["Target"]
+__all__ = ["Evaluated", "Target"]
+
+
+class Evaluated(NamedTuple):
+    """Log densities and scores of the particles, what they carry on, and the mean score of the leaves they share."""
+
+    log_density: Float[Array, " M"]
+    score: PyTree[Float[Array, "M ..."]]
+    carried: PyTree = ()
+    shared: PyTree = None
 
 
 class Target(eqx.Module):
@@ -115,12 +124,21 @@ class Target(eqx.Module):
         self, particles: PyTree, batch: PyTree = None
     ) -> tuple[Float[Array, " M"], PyTree[Float[Array, "M ..."]]]:
         """Log densities and their gradients at every particle: one vmapped gradient, M evaluations."""
-        return self.evaluate(particles, batch, (), None)[:2]
+        return self.evaluate(particles, batch)[:2]
 
     def evaluate(
-        self, particles: PyTree, batch: PyTree, carried: PyTree, key: Key[Array, ""] | None
-    ) -> tuple[Float[Array, " M"], PyTree[Float[Array, "M ..."]], PyTree]:
-        """As `score`, with what the particles carry before and after; `key` makes one for each of them."""
+        self,
+        particles: PyTree,
+        batch: PyTree = None,
+        carried: PyTree = (),
+        key: Key[Array, ""] | None = None,
+        shared: PyTree = None,
+    ) -> Evaluated:
+        """As `score`, with what the particles carry and the leaves that they share.
+
+        `key` makes one for each particle. With `shared`, all have the same one, so that what no particle changes is computed
+        once for all of them.
+        """
         if self.stateful and key is None:
             raise OptionError(
                 "the target is stateful and this is a plain evaluation; give what the particles carry and a "
@@ -131,15 +149,31 @@ class Target(eqx.Module):
                 "a batch came, but the target is a plain log_density(params) that takes no data; leave "
                 "the batch out or build Target(log_prior=..., log_likelihood=..., num_data=...)"
             )
+        if shared is not None:
+            return self._evaluate_shared(particles, shared, batch, carried, key)
         if not self.stateful:
             values, scores = jax.vmap(jax.value_and_grad(self), (0, None))(particles, batch)
-            return values, scores, carried
+            return Evaluated(values, scores, carried)
         assert key is not None
         place = jnp.arange(num_particles(particles))
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, place)
         one = jax.value_and_grad(self._value, has_aux=True)
         (values, carried), scores = jax.vmap(one, (0, None, 0, 0))(particles, batch, carried, keys)
-        return values, scores, carried
+        return Evaluated(values, scores, carried)
+
+    def _evaluate_shared(
+        self, particles: PyTree, shared: PyTree, batch: PyTree, carried: PyTree, key: Any
+    ) -> Evaluated:
+        """One gradient of the sum: by a particle it is that particle's score, by a shared leaf M times the mean."""
+
+        def total(particles: PyTree, shared: PyTree) -> Any:
+            one = lambda own, old: self._value(join(own, shared), batch, old, key)
+            values, new = jax.vmap(one)(particles, carried)
+            return jnp.sum(values), (values, new)
+
+        grads, (values, carried) = jax.grad(total, (0, 1), has_aux=True)(particles, shared)
+        num = num_particles(particles)
+        return Evaluated(values, grads[0], carried, jax.tree.map(lambda g: g / num, grads[1]))
 
 
 def _opaque(function: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -58,6 +58,10 @@ class Cloud(eqx.Module):
     frame: Frame
     raw: PyTree[Float[Array, "M ..."]]
     """Positions in the user's coordinates."""
+    carried: PyTree = ()
+    """What each particle carries beside its position (`State.carried`)."""
+    shared: PyTree = None
+    """Leaves that all particles share (`State.shared`)."""
 
 
 class Velocity(NamedTuple):

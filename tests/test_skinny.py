@@ -58,6 +58,22 @@ def test_modes_really_differ(monkeypatch):
     assert float(jnp.abs(skinny.gram(x)[0]).max()) == 0
 
 
+def test_kernels_lower_for_a_gpu():
+    """Triton's own errors show here, without a GPU."""
+    cloud = jax.ShapeDtypeStruct((20, 10_000), jnp.float32)
+    weights = jax.ShapeDtypeStruct((20, 20), jnp.float32)
+    for launch, args in (
+        (skinny._launch_gram, (cloud,)),
+        (skinny._launch_mix, (weights, cloud)),
+        (skinny._launch_mix, (weights, cloud, weights, cloud)),
+    ):
+        try:
+            program = jax.jit(launch).trace(*args).lower(lowering_platforms=("cuda",))
+        except RuntimeError as error:
+            pytest.skip(f"this JAX lowers for GPUs only where one is: {error}")
+        assert "triton" in program.as_text()
+
+
 def test_vmap_and_derivatives(mode):
     x = jnp.asarray(cloud(3, 8192, spread=1.0)[0])
     two = jax.vmap(skinny.gram)(jnp.stack([x, 2 * x]))[0]
