@@ -24,7 +24,7 @@ from particlax.diffusions import Blob, Coupling, FixedScale, Force, Langevin, Tr
 from particlax.errors import OptionError, expect, known_options
 from particlax.flow import Flow
 from particlax.integrators import Euler, Integrator, Momentum, Optax
-from particlax.kernels import RBF, Kernel
+from particlax.kernels import RBF, Kernel, LayerWise
 from particlax.metrics import Ensemble, Identity, Metric
 from particlax.target import Target
 from particlax.terms import Drift, Stein, Term
@@ -72,7 +72,7 @@ def sghmc(
 def svgd(
     target: Target,
     *,
-    kernel: Kernel = RBF(),
+    kernel: Kernel | LayerWise = RBF(),
     optimizer: optax.GradientTransformation | None = None,
     step_size: Scheduled | None = None,
     integrator: Integrator | None = None,
@@ -117,7 +117,7 @@ def w_sgld(
 def w_sgld_b(
     target: Target,
     *,
-    kernel: Kernel = RBF(),
+    kernel: Kernel | LayerWise = RBF(),
     calibrate: bool | str = False,
     optimizer: optax.GradientTransformation | None = None,
     step_size: Scheduled | None = None,
@@ -142,7 +142,7 @@ def pi_sgld(
     *,
     stein: Scheduled = 1.0,
     diffusion: Term = Transport(),
-    kernel: Kernel = RBF(),
+    kernel: Kernel | LayerWise = RBF(),
     optimizer: optax.GradientTransformation | None = None,
     step_size: Scheduled | None = None,
     integrator: Integrator | None = None,

@@ -19,7 +19,15 @@ from particlax import calibration, pairwise
 from particlax.calibration import as_calibration
 from particlax.checks import Part, Scheduled, at, number, positive, whole
 from particlax.errors import expect, one_of
-from particlax.kernels import RBF, Bandwidth, Kernel, Median, as_bandwidth, check_distinct
+from particlax.kernels import (
+    RBF,
+    Bandwidth,
+    Kernel,
+    LayerWise,
+    Median,
+    as_bandwidth,
+    check_distinct,
+)
 from particlax.particles import num_particles
 from particlax.terms import Cloud, Term, Velocity, scale
 
@@ -88,25 +96,28 @@ class Blob(Force):
     """
 
     weight: Scheduled = eqx.field(converter=number, default=1.0)
-    kernel: Kernel = RBF()
+    kernel: Kernel | LayerWise = RBF()
     calibrate: bool | str = eqx.field(converter=as_calibration, default=False)
 
     def __check_init__(self) -> None:
         positive("Blob weight", self.weight)
-        expect("kernel", self.kernel, Kernel, "px.kernels.RBF()")
+        expect("kernel", self.kernel, (Kernel, LayerWise), "px.kernels.RBF()")
 
     def check(self, particles: PyTree) -> None:
         Force.check(self, particles)
         self.kernel.check(particles)
 
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
-        x = cloud.x
-        h, inverse = _inverse_mass(self.kernel, x)
+        return self.kernel.apart(_blob, cloud.x), memory
 
-        def weights(r2: Array, own: Array, other: Array) -> Array:
-            return self.kernel.pair(r2, h)[1] * (own + other)
 
-        return pairwise.interact(x, x, weights, rows=(inverse,), cols=(inverse,)), memory
+def _blob(kernel: Kernel, x: PyTree) -> PyTree:
+    h, inverse = _inverse_mass(kernel, x)
+
+    def weights(r2: Array, own: Array, other: Array) -> Array:
+        return kernel.pair(r2, h)[1] * (own + other)
+
+    return pairwise.interact(x, x, weights, rows=(inverse,), cols=(inverse,))
 
 
 class GFSD(Force):
@@ -116,25 +127,28 @@ class GFSD(Force):
     """
 
     weight: Scheduled = eqx.field(converter=number, default=1.0)
-    kernel: Kernel = RBF()
+    kernel: Kernel | LayerWise = RBF()
     calibrate: bool | str = eqx.field(converter=as_calibration, default=False)
 
     def __check_init__(self) -> None:
         positive("GFSD weight", self.weight)
-        expect("kernel", self.kernel, Kernel, "px.kernels.RBF()")
+        expect("kernel", self.kernel, (Kernel, LayerWise), "px.kernels.RBF()")
 
     def check(self, particles: PyTree) -> None:
         Force.check(self, particles)
         self.kernel.check(particles)
 
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
-        x = cloud.x
-        h, inverse = _inverse_mass(self.kernel, x)
+        return self.kernel.apart(_gfsd, cloud.x), memory
 
-        def weights(r2: Array, own: Array) -> Array:
-            return self.kernel.pair(r2, h)[1] * own
 
-        return pairwise.interact(x, x, weights, rows=(inverse,)), memory
+def _gfsd(kernel: Kernel, x: PyTree) -> PyTree:
+    h, inverse = _inverse_mass(kernel, x)
+
+    def weights(r2: Array, own: Array) -> Array:
+        return kernel.pair(r2, h)[1] * own
+
+    return pairwise.interact(x, x, weights, rows=(inverse,))
 
 
 class Plan(NamedTuple):

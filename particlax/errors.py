@@ -82,11 +82,12 @@ def check_options(
         )
 
 
-def expect(name: str, value: Any, kind: type, example: str) -> Any:
-    """Refuse a value that is not an instance of `kind`."""
+def expect(name: str, value: Any, kind: type | tuple[type, ...], example: str) -> Any:
+    """Refuse a value that is not an instance of `kind`, or of one of several kinds."""
     if not isinstance(value, kind):
         came = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
-        raise OptionError(f"{name} is {came}; expected a {kind.__name__}, for instance {example}")
+        kinds = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise OptionError(f"{name} is {came}; expected a {kinds}, for instance {example}")
     return value
 
 

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from particlax.checks import refuse_not_finite
 from particlax.errors import OptionError, ParticleError, expect, known_options
 from particlax.integrators import Integrator
+from particlax.kernels import LayerWise
 from particlax.metrics import Identity, Metric
-from particlax.particles import as_cloud, check_parts, num_particles
+from particlax.particles import as_cloud, check_parts, join, num_particles
 from particlax.target import Target
 from particlax.terms import Cloud, Term, Velocity, add
 
@@ -87,6 +88,12 @@ class Flow(eqx.Module):
             raise OptionError("Flow got no terms; expected at least one, such as px.Stein()")
         for term in self.terms:
             expect("each of terms", term, Term, "px.Drift()")
+        layered = any(isinstance(getattr(term, "kernel", None), LayerWise) for term in self.terms)
+        if layered and not metric.diagonal:
+            raise OptionError(
+                f"the {type(metric).__name__} metric mixes coordinates of all layers, so that a LayerWise kernel has no "
+                "layers to tell apart; use the Identity or Diagonal metric, or a kernel of the whole cloud"
+            )
         noisy = [type(term).__name__ for term in self.terms if term.noisy]
         if noisy and not integrator.takes_noise:
             raise OptionError(
@@ -145,6 +152,17 @@ class Flow(eqx.Module):
             State(moved, state.step + 1, memory, memories, seen.carried, shared),
             Info(seen.log_density, seen.score, forces),
         )
+
+    def check_data(self, state: State, batch: PyTree, data: PyTree) -> None:
+        """Let the target refuse data: `batch` holds the shapes of what it sees at a step, `data` all there are."""
+        if self.target.validate is None:
+            return
+        one, carried = jax.eval_shape(
+            lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), (state.particles, state.carried)
+        )
+        if state.shared is not None:
+            one = join(one, jax.eval_shape(lambda tree: tree, state.shared.values))
+        self.target.validate(one, carried, batch, data)
 
     def _move(
         self, values: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]

@@ -5,6 +5,7 @@ A kernel is one method, `profile(a)` with a = r2 / h; its slope comes from autom
 
 import abc
 import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, PyTree
 from particlax import pairwise
 from particlax.checks import Part, number, positive, whole
 from particlax.errors import OptionError, ParticleError, expect
-from particlax.particles import all_equal, flatten, num_particles
+from particlax.particles import all_equal, by_prefix, flatten, leaf_names, num_particles
 
 __all__ = [
     "IMQ",
@@ -26,6 +27,7 @@ __all__ = [
     "HeatEquation",
     "Kernel",
     "Laplace",
+    "LayerWise",
     "Median",
     "Mixture",
     "ReferenceMedian",
@@ -221,6 +223,10 @@ class Kernel(Part):
         self.bandwidth.check(x)
         check_distinct(x)
 
+    def apart(self, force: Callable[..., PyTree], *clouds: PyTree) -> PyTree:
+        """force(kernel, *clouds): of the whole cloud, or by `LayerWise` of each group of leaves."""
+        return force(self, *clouds)
+
     def pair(self, r2: Array, h: Array) -> tuple[Array, Array]:
         """K = k(r2 / h) and W = -(2 / h) k'(r2 / h), so that grad_{x_j} K_ij = W_ij (x_i - x_j)."""
         a = r2 / h
@@ -304,3 +310,70 @@ class Mixture(Kernel):
     def profile(self, a: Float[Array, "..."]) -> Float[Array, "..."]:
         profiles = [self.base.profile(a / scale) for scale in self.scales]
         return sum(profiles[1:], profiles[0]) / len(profiles)
+
+
+class LayerWise(Part):
+    """A kernel for each leaf, or for each of `groups`, in place of one for all coordinates: for networks.
+
+    Every group sees its own distances and bandwidth, so that layers of very different sizes all repel. A group is a leaf's or
+    layer's name, or a tuple of them; "" stands for all that is left.
+
+    >>> kernel = LayerWise(groups=("conv", ("dense", "out"))); plain = LayerWise(RBF(bandwidth=2.0))
+    """
+
+    kernel: Kernel = RBF()
+    groups: tuple[tuple[str, ...], ...] | None = None
+
+    def __init__(self, kernel: Kernel = RBF(), groups: Any = None):
+        self.kernel = expect("kernel", kernel, Kernel, "px.kernels.RBF()")
+        if isinstance(groups, str):
+            raise OptionError(f"groups is {groups!r}; expected a tuple of names: ({groups!r},)")
+        self.groups = None if groups is None else tuple(map(_group, groups))
+        named = [name for group in self.groups or () for name in group]
+        if twice := [name for name in named if named.count(name) > 1]:
+            raise OptionError(f"groups name {twice[0]!r} twice; expected every name in one group")
+
+    def check(self, x: PyTree) -> None:
+        """Refuse clouds that a force with this kernel cannot move apart."""
+        leaves = jax.tree.leaves(x)
+        for places in self.places(x):
+            self.kernel.bandwidth.check([leaves[i] for i in places])
+        check_distinct(x)
+
+    def places(self, x: PyTree) -> list[list[int]]:
+        """The leaves of each group, by number."""
+        names = leaf_names(x)
+        if self.groups is None:
+            return [[i] for i in range(len(names))]
+        owner = {name: number for number, group in enumerate(self.groups) for name in group}
+        found = by_prefix(names, list(owner), "LayerWise")
+        for name, prefix in zip(names, found, strict=True):
+            if prefix is None:
+                raise OptionError(
+                    f"LayerWise has no group for {name!r}; its groups are {self.groups}. Add it to one, or '' for all "
+                    "that is left"
+                )
+        groups: dict[int, list[int]] = {}
+        for place, prefix in enumerate(found):
+            groups.setdefault(owner[str(prefix)], []).append(place)
+        return list(groups.values())
+
+    def apart(self, force: Callable[..., PyTree], *clouds: PyTree) -> PyTree:
+        """force(kernel, *clouds) of each group of leaves, put together."""
+        trees, structure = (
+            [jax.tree.leaves(cloud) for cloud in clouds],
+            jax.tree.structure(clouds[0]),
+        )
+        moved: list[Any] = [None] * len(trees[0])
+        for places in self.places(clouds[0]):
+            parts = force(self.kernel, *[[leaves[i] for i in places] for leaves in trees])
+            for i, part in zip(places, parts, strict=True):
+                moved[i] = part
+        return jax.tree.unflatten(structure, moved)
+
+
+def _group(group: Any) -> tuple[str, ...]:
+    names = (group,) if isinstance(group, str) else tuple(group)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"a group is {group!r}; expected a name, or a tuple of names")
+    return names

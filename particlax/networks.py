@@ -11,13 +11,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from particlax.checks import Part, number, positive
-from particlax.errors import OptionError, TargetError, known_options
+from particlax.checks import Part, Scheduled, number, positive, refuse_not_finite
+from particlax.data import Minibatches
+from particlax.diffusions import GFSD, Blob
+from particlax.errors import DataError, OptionError, TargetError, expect, known_options
 from particlax.pairwise import wide
-from particlax.particles import by_prefix, leaf_names, num_particles
-from particlax.target import Target
+from particlax.particles import by_prefix, join, leaf_names, num_particles
+from particlax.target import Target, num_rows
+from particlax.terms import Cloud, Frame, Term, Velocity
 
-__all__ = ["GaussianPrior", "Network", "classifier", "leaf_names", "regressor", "split"]
+__all__ = [
+    "FunctionSpace",
+    "GaussianPrior",
+    "Network",
+    "classifier",
+    "leaf_names",
+    "regressor",
+    "split",
+]
 
 Prior = float | Mapping[str, float]
 
@@ -148,7 +159,7 @@ def classifier(
         chosen = jnp.take_along_axis(log_probs, labels[..., None].astype(jnp.int32), -1)[..., 0]
         return jnp.sum(chosen.reshape(len(labels), -1), 1)
 
-    return _target(network, likelihood, num_data, prior, temperature)
+    return _target(network, likelihood, num_data, prior, temperature, check=_check_labels)
 
 
 @known_options
@@ -188,6 +199,79 @@ def regressor(
     return _target(network, likelihood, num_data, prior, temperature, with_params=True)
 
 
+class FunctionSpace(Term):
+    """Repulsion of functions in place of parameters: J_i^T times the diffusion's force between f_i = apply(x_i, inputs).
+
+    Networks that differ only in parameters that do not matter are no longer pushed apart, networks that predict alike are
+    (D'Angelo & Fortuin 2021). With `Blob` it is the gradient, by the parameters, of the entropy of the smoothed law of
+    the f_i. `inputs` are what the functions are compared on, all at every step, or `px.Minibatches(inputs, n)`: n of
+    them, anew at every step. Inputs beyond the data spread the functions there. Use it where a diffusion stands:
+
+    >>> import particlax as px
+    >>> net = Network(lambda key: jax.random.normal(key, (3, 2)), lambda w, x: x @ w)
+    >>> spread = FunctionSpace(net, jnp.ones((7, 3)))
+    >>> flow = px.Flow(classifier(net, num_data=10), (px.Drift(), spread), px.integrators.Euler(1e-3))
+    """
+
+    network: Network
+    inputs: Any
+    diffusion: Blob | GFSD = Blob()
+    weight: Scheduled = 1.0
+
+    def __init__(
+        self, network: Network | Callable[..., Any], inputs: Any, diffusion: Blob | GFSD = Blob()
+    ):
+        self.network = _network(network)
+        self.diffusion = expect("diffusion", diffusion, (Blob, GFSD), "px.diffusions.Blob()")
+        if not isinstance(inputs, Minibatches):
+            inputs = jax.tree.map(jnp.asarray, inputs)
+            num_rows(inputs)
+            refuse_not_finite("inputs", inputs)
+        self.inputs, self.weight = inputs, diffusion.weight
+
+    def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
+        outputs, pull = jax.vjp(lambda raw: self._outputs(raw, cloud), cloud.raw)
+        inner = Cloud(outputs, jnp.zeros_like(outputs), cloud.step, Frame(), outputs)
+        velocity, _ = self.diffusion(inner, None, ())
+        return Velocity(cloud.frame.scores(pull(velocity.drift)[0])), memory
+
+    def _outputs(self, raw: PyTree, cloud: Cloud) -> Float[Array, "M K"]:
+        x, num = self.inputs, num_particles(raw)
+        if isinstance(x, Minibatches):
+            x = x.batch(jax.random.key(0), cloud.step)
+        carries = self.network.stateful
+
+        def one(own: PyTree, carried: PyTree) -> Any:
+            params = own if cloud.shared is None else join(own, cloud.shared)
+            return self.network.apply(params, x, *((carried,) if carries else ()))
+
+        found = jax.vmap(one)(raw, cloud.carried)
+        shape = getattr(found, "shape", None)
+        if shape is None or shape[1:2] != (num_rows(x),):
+            raise TargetError(
+                f"apply returned {jax.tree.map(jnp.shape, found)} for {num} particles and {num_rows(x)} inputs; expected "
+                "one array with a row for each input"
+            )
+        return wide(found.reshape(num, -1))
+
+
+def _network(network: Any) -> Network:
+    return network if isinstance(network, Network) else Network(_no_start, network)
+
+
+def _check_labels(logits: Any, data: Any) -> None:
+    """Refuse labels that are not whole numbers below the number of classes: a gather would not notice."""
+    labels, num = data["y"], logits.shape[-1]
+    whole_numbers = jnp.issubdtype(labels.dtype, jnp.integer)
+    low, high = (int(jnp.min(labels)), int(jnp.max(labels))) if whole_numbers else (0, 0)
+    if not whole_numbers or low < 0 or high >= num:
+        seen = f"from {low} to {high}" if whole_numbers else f"of dtype {labels.dtype}"
+        raise DataError(
+            f"the labels data['y'] are {seen} and the network has {num} logits; expected whole numbers from 0 to "
+            f"{num - 1}. Count classes from 0, convert floats with .astype(int), one-hot labels with .argmax(-1)"
+        )
+
+
 def _target(
     network: Any,
     likelihood: Any,
@@ -196,26 +280,75 @@ def _target(
     temperature: float,
     *,
     with_params: bool = False,
+    check: Any = None,
 ) -> Target:
     positive("temperature", temperature, zero=False, schedule=False)
     gaussian, cold = GaussianPrior(prior), 1 / number(temperature)
-    net = network if isinstance(network, Network) else Network(_no_start, network)
+    net = _network(network)
     seen = likelihood if with_params else (lambda out, b, p: likelihood(out, b))
 
     def plain(params: PyTree, batch: Any) -> Array:
-        return cold * seen(net.apply(params, batch["x"]), batch, params)
+        return cold * seen(_outputs(net, params, batch), batch, params)
 
     def carrying(params: PyTree, batch: Any, carried: PyTree, key: Array) -> tuple[Array, PyTree]:
-        assert net.forward is not None
-        outputs, carried = net.forward(params, batch["x"], carried, key)
+        outputs, carried = _trained(net, params, batch, carried, key)
         return cold * seen(outputs, batch, params), carried
+
+    def validate(params: PyTree, carried: PyTree, batch: Any, data: Any) -> None:
+        if not net.stateful:
+            outputs = jax.eval_shape(lambda p, b: _outputs(net, p, b), params, batch)
+        else:
+            key = jax.eval_shape(jax.random.key, 0)
+            train = lambda p, b, c, k: _trained(net, p, b, c, k)[0]
+            outputs = jax.eval_shape(train, params, batch, carried, key)
+        jax.eval_shape(seen, outputs, batch, params)
+        if check is not None:
+            check(outputs, data)
 
     return Target(
         log_prior=lambda params: cold * gaussian(params),
         log_likelihood=carrying if net.stateful else plain,
         num_data=num_data,
         stateful=net.stateful,
+        validate=validate,
     )
+
+
+def _xy(batch: Any) -> Any:
+    if not isinstance(batch, Mapping) or not {"x", "y"} <= set(batch):
+        came = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise DataError(f"the data are {came}; expected a dict with inputs 'x' and targets 'y'")
+    return batch["x"]
+
+
+def _outputs(net: Network, params: PyTree, batch: Any) -> Any:
+    x = _xy(batch)
+    try:
+        return net.apply(params, x)
+    except TypeError as error:
+        raise TargetError(
+            f"apply(params, x) failed: {error}. If the network needs state or keys (batch norm, dropout), make a "
+            "px.networks.Network with stateful=True, or use px.modules"
+        ) from error
+
+
+def _trained(net: Network, params: PyTree, batch: Any, carried: PyTree, key: Any) -> Any:
+    assert net.forward is not None
+    x = _xy(batch)
+    try:
+        result = net.forward(params, x, carried, key)
+    except (TypeError, LookupError, AttributeError) as error:
+        if jax.tree.leaves(carried):
+            raise
+        raise TargetError(
+            f"forward(params, x, carried, key) failed with nothing carried: {error!r}. A network that keeps state starts with "
+            "it: particles, carried = net.init(key, M), then px.run(flow, flow.init(particles, carried), ...)"
+        ) from error
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TargetError(
+            f"forward returned {type(result).__name__}; expected the pair (outputs, what the particle carries on)"
+        )
+    return result
 
 
 def _no_start(key: Any) -> Any:

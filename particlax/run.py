@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from particlax.checks import as_key, whole
+from particlax.checks import as_key, refuse_not_finite, whole
 from particlax.data import Minibatches
 from particlax.errors import DataError, NonFiniteError, OptionError, expect, known_options
 from particlax.flow import Flow, Info, State
@@ -113,7 +113,7 @@ def run(
             "thin keeps clouds along the way, but not the leaves that they share, without which they mean nothing; leave "
             "thin out, and keep what you need with an observer"
         )
-    batches = _checked_data(flow, data)
+    batches = _checked_data(flow, state, data, key)
     # Noise is folded from the key by step number; batches have the stream of a step never reached.
     fixed = (flow, batches, key, jax.random.fold_in(key, 2**31 - 1))
     began, first, stopped = time.perf_counter(), int(state.step), False
@@ -363,18 +363,21 @@ def _resumed(flow: Flow, state: State) -> State:
     return _copy(state)
 
 
-def _checked_data(flow: Flow, data: Any) -> Any:
+def _checked_data(flow: Flow, state: State, data: Any, key: Array) -> Any:
     wanted = flow.target.num_data
     if wanted is None or data is None:
         return data  # the target itself says what is missing or too much, at the first step
     if isinstance(data, Minibatches):
-        num = data.num_data
+        num, arrays = data.num_data, data.arrays
+        batch = jax.eval_shape(data.batch, key, state.step)
     else:
-        data = jax.tree.map(jnp.asarray, data)
+        batch = arrays = data = jax.tree.map(jnp.asarray, data)
         num = num_rows(data)
+        refuse_not_finite("the data", data)
     if num != wanted:
         raise DataError(
             f"the data have {num} rows but the target was made with num_data={wanted}; expected the same "
             "number, since the likelihood is scaled by num_data / batch size"
         )
+    flow.check_data(state, batch, arrays)
     return data

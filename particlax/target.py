@@ -37,6 +37,9 @@ class Target(eqx.Module):
     whose layers keep statistics (batch norm) or draw random numbers (dropout). `carried` belongs to one particle
     and travels in `State.carried`; `key` is fresh for every particle and step.
 
+    `validate(params, carried, batch, data)`, if given, is called once by `px.run` before anything is compiled, with the shapes of
+    one particle and of a batch, and all data: a place to refuse data that would fail silently.
+
     >>> target = Target(lambda x: -0.5 * jnp.sum(x**2))
     >>> values, scores = target.score(jnp.ones((4, 2)))
     >>> values.tolist(), scores[0].tolist()
@@ -48,6 +51,7 @@ class Target(eqx.Module):
     log_likelihood: Callable[..., Any] | None
     num_data: int | None
     stateful: bool
+    validate: Callable[..., None] | None
 
     @known_options
     def __init__(
@@ -58,6 +62,7 @@ class Target(eqx.Module):
         log_likelihood: Callable[..., Any] | None = None,
         num_data: int | None = None,
         stateful: bool = False,
+        validate: Callable[..., None] | None = None,
     ):
         if log_density is not None and (log_prior or log_likelihood or num_data):
             raise OptionError(
@@ -95,6 +100,7 @@ class Target(eqx.Module):
         if stateful and log_likelihood is None:
             raise OptionError("Target got stateful=True without log_likelihood; expected both")
         self.stateful = bool(stateful)
+        self.validate = validate
 
     def __call__(self, params: PyTree, batch: PyTree = None) -> Float[Array, ""]:
         """The log density of one particle (an unbiased estimate of it, given a minibatch)."""

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from particlax import pairwise
 from particlax.checks import Part, Scheduled, at, number, positive
 from particlax.errors import expect
-from particlax.kernels import RBF, Kernel
+from particlax.kernels import RBF, Kernel, LayerWise
 from particlax.particles import num_particles, random_like
 
 __all__ = ["Cloud", "Drift", "Frame", "Stein", "Term", "Velocity"]
@@ -126,18 +126,21 @@ class Stein(Term):
     """
 
     weight: Scheduled = eqx.field(converter=number, default=1.0)
-    kernel: Kernel = RBF()
+    kernel: Kernel | LayerWise = RBF()
 
     def __check_init__(self) -> None:
         positive("Stein weight", self.weight)
-        expect("kernel", self.kernel, Kernel, "px.kernels.RBF()")
+        expect("kernel", self.kernel, (Kernel, LayerWise), "px.kernels.RBF()")
 
     def check(self, particles: PyTree) -> None:
         self.kernel.check(particles)
 
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
-        h = self.kernel.bandwidth(cloud.x)
-        phi = pairwise.interact(
-            cloud.x, cloud.x, lambda r2: self.kernel.pair(r2, h), values=cloud.score
-        )
+        phi = self.kernel.apart(_stein, cloud.x, cloud.score)
         return Velocity(scale(at(self.weight, cloud.step) / num_particles(cloud.x), phi)), memory
+
+
+def _stein(kernel: Kernel, x: PyTree, score: PyTree) -> PyTree:
+    """sum_j [K_ij s_j + grad_{x_j} K_ij]."""
+    h = kernel.bandwidth(x)
+    return pairwise.interact(x, x, lambda r2: kernel.pair(r2, h), values=score)
