@@ -8,38 +8,29 @@ PAPER = {
     400: {"pi-SGLD": 1.36, "w-SGLD": 1.44, "SVGD": 1.53, "SGLD": 1.64, "RMSprop": 1.59, "SGD": 1.72, "SGD, dropout": 1.51},
     800: {"pi-SGLD": 1.30, "w-SGLD": 1.37, "SVGD": 1.40, "SGLD": 1.41, "RMSprop": 1.43, "SGD": 1.47, "SGD, dropout": 1.33},
 }  # fmt: skip
-POINT = ("SGD", "SGD, dropout", "RMSprop", "Adam")
+POINT = ("SGD", "RMSprop", "Adam", "SGD, dropout", "RMSprop, dropout")
+METHODS = (*POINT[:3], "SGLD", "SVGD", "w-SGLD", "w-SGLD-B", "pi-SGLD", *POINT[3:], "SVGD, dropout", "w-SGLD-B, dropout")  # fmt: skip
 
 
 def table(found: list[dict], width: int) -> report.Rows:
     """By method: the paper's error, ours for the mixture and for single networks, and the mixture's other scores."""
     rows = [
-        [
-            "method",
-            "paper, error %",
-            "mixture, error %",
-            "single networks, error %",
-            "NLL",
-            "ECE",
-            "AUROC, clothes",
-            "seconds",
-        ]
-    ]
-    here = [
-        r
-        for r in found
-        if r["config"]["width"] == width and r["evaluation"][0] == r["evaluation"][1]
-    ]
-    for method in dict.fromkeys(r["config"]["method"] for r in here):
+        ["method", "seeds", "paper, error %", "mixture, error %", "single networks, error %", "NLL", "ECE", "AUROC, clothes"]
+    ]  # fmt: skip
+    last = [r for r in found if r["evaluation"][0] == r["evaluation"][1]]
+    here = [r for r in last if r["config"]["width"] == width]
+    for method in METHODS:
         seen = [r["metrics"] for r in here if r["config"]["method"] == method]
-        seconds = [r["seconds"] for r in here if r["config"]["method"] == method]
+        if not seen:
+            continue
         mean = {key: np.mean([m[key] for m in seen]) for key in seen[0]}
         paper = PAPER.get(width, {}).get(method)
+        single = " (single)" if method in POINT else ""
         what = " (ensemble)" if method in POINT else ""
         rows.append([
-            method, "-" if paper is None else f"{paper:.2f}" + (" (single)" if what else ""),
+            method, str(len(seen)), "-" if paper is None else f"{paper:.2f}{single}",
             f"{mean['error']:.2f} ±{np.std([m['error'] for m in seen]):.2f}{what}",
             f"{mean['single_error']:.2f} ±{mean['single_sd']:.2f}", f"{mean['nll']:.4f}",
-            f"{mean['ece']:.4f}", f"{mean['auroc']:.4f}", f"{np.median(seconds):.0f}",
+            f"{mean['ece']:.4f}", f"{mean['auroc']:.4f}",
         ])  # fmt: skip
     return rows

@@ -1,7 +1,7 @@
 """Every study by name, in the order of the paper."""
 
 from benchmarks import logistic as steptime
-from experiments import few, logistic, mnist, reference, sensitivity, toy
+from experiments import cifar, few, language, logistic, mnist, reference, sensitivity, toy, uci
 from experiments.study import Study
 
 STUDIES: dict[str, Study] = {
@@ -12,9 +12,12 @@ STUDIES: dict[str, Study] = {
         logistic.PLATEAU,
         sensitivity.STUDY,
         mnist.STUDY,
+        cifar.STUDY,
+        language.STUDY,
         steptime.STUDY,
         reference.STUDY,
         few.STUDY,
         few.KERNELS,
+        uci.STUDY,
     )
 }

@@ -7,6 +7,7 @@ from particlax import (
     integrators,
     kernels,
     metrics,
+    modules,
     networks,
     particles,
     plots,
@@ -16,7 +17,7 @@ from particlax import (
 )
 from particlax.algorithms import calibrated, pi_sgld, sghmc, sgld, svgd, w_sgld, w_sgld_b
 from particlax.data import Minibatches
-from particlax.flow import Flow, Info, State
+from particlax.flow import Flow, State
 from particlax.run import Result, run
 from particlax.sample import Sample, sample
 from particlax.target import Target
@@ -27,7 +28,6 @@ __version__ = "0.1.0"
 __all__ = [
     "Drift",
     "Flow",
-    "Info",
     "Minibatches",
     "Result",
     "Sample",
@@ -41,6 +41,7 @@ __all__ = [
     "integrators",
     "kernels",
     "metrics",
+    "modules",
     "networks",
     "particles",
     "pi_sgld",

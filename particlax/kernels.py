@@ -324,7 +324,7 @@ class LayerWise(Part):
     kernel: Kernel = RBF()
     groups: tuple[tuple[str, ...], ...] | None = None
 
-    def __init__(self, kernel: Kernel = RBF(), groups: Any = None):
+    def __init__(self, kernel: Any = RBF(), groups: Any = None):
         self.kernel = expect("kernel", kernel, Kernel, "px.kernels.RBF()")
         if isinstance(groups, str):
             raise OptionError(f"groups is {groups!r}; expected a tuple of names: ({groups!r},)")
@@ -373,7 +373,8 @@ class LayerWise(Part):
 
 
 def _group(group: Any) -> tuple[str, ...]:
-    names = (group,) if isinstance(group, str) else tuple(group)
-    if not names or not all(isinstance(name, str) for name in names):
+    names = (group,) if isinstance(group, str) else group
+    fits = isinstance(names, tuple | list) and names and all(isinstance(n, str) for n in names)
+    if not fits:
         raise OptionError(f"a group is {group!r}; expected a name, or a tuple of names")
-    return names
+    return tuple(names)

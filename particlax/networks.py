@@ -25,7 +25,6 @@ __all__ = [
     "GaussianPrior",
     "Network",
     "classifier",
-    "leaf_names",
     "regressor",
     "split",
 ]
@@ -218,9 +217,7 @@ class FunctionSpace(Term):
     diffusion: Blob | GFSD = Blob()
     weight: Scheduled = 1.0
 
-    def __init__(
-        self, network: Network | Callable[..., Any], inputs: Any, diffusion: Blob | GFSD = Blob()
-    ):
+    def __init__(self, network: Any, inputs: Any, diffusion: Any = Blob()):
         self.network = _network(network)
         self.diffusion = expect("diffusion", diffusion, (Blob, GFSD), "px.diffusions.Blob()")
         if not isinstance(inputs, Minibatches):

@@ -28,7 +28,6 @@ from particlax.skinny import matmul
 __all__ = [
     "interact",
     "logsumexp",
-    "matmul",
     "mean_square",
     "median_sqdist",
     "reduce_rows",

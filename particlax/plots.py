@@ -57,12 +57,25 @@ def cloud(ax: Any, particles: PyTree, size: float | None = None, extent: float =
 
 
 def reliability(ax: Any, diagram: Reliability) -> Any:
-    """Draw a reliability diagram, `pred.reliability(y)`: accuracy by bin of confidence, and the diagonal."""
+    """Draw a reliability diagram, `pred.reliability(y)`: accuracy by bin of confidence, and the diagonal.
+
+    The number in a bin is that of its predictions, and bins with few are pale.
+    """
     bins, full = len(diagram.count), diagram.count > 0
-    left = np.arange(bins)[full] / bins
-    ax.bar(left, diagram.accuracy[full], 1 / bins, align="edge", color=INK, alpha=0.75)
+    left, count = np.arange(bins)[full] / bins, diagram.count[full]
+    bars = ax.bar(left, diagram.accuracy[full], 1 / bins, align="edge", color=INK)
+    for bar, x, num in zip(bars, left, count, strict=True):
+        bar.set_alpha(0.25 + 0.6 * np.log1p(num) / np.log1p(count.max()))
+        ax.text(x + 0.5 / bins, 0.01, f"{num}", ha="center", fontsize=min(8, 70 / bins))
     ax.plot([0, 1], [0, 1], color="0.65", linewidth=0.6)
-    ax.plot(diagram.confidence[full], diagram.accuracy[full], "o", color="black", markersize=3)
+    ax.plot(
+        diagram.confidence[full],
+        diagram.accuracy[full],
+        "o",
+        color="black",
+        markersize=3,
+        clip_on=False,
+    )
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", aspect="equal")
     ax.set_title(f"ECE {diagram.ece:.1%}")
     return ax

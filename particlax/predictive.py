@@ -4,30 +4,28 @@ Networks are evaluated on the device, a batch of rows at a time, by one compiled
 host as NumPy arrays and scored in float64. So nothing here is for use inside `jax.jit`.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from particlax.checks import positive, refuse_not_finite, whole
 from particlax.errors import DataError, ParticleError, TargetError, expect, known_options
-from particlax.pairwise import wide
-from particlax.particles import num_particles
+from particlax.networks import Network
 from particlax.run import History
-from particlax.target import num_rows
+from particlax.sweep import FLOOR, Sweep
 
 __all__ = ["Categorical", "CategoricalScores", "Entropy", "Normal", "NormalScores", "Reliability"]
 __all__ += ["auroc", "categorical", "log_density", "normal", "snapshots", "temperature"]
 
-FLOOR = -1e30  # for log 0, where it is multiplied by 0
 RANGE = (0.01, 100.0)  # of temperatures
 
-Apply: TypeAlias = Callable[..., Any]
-Labels: TypeAlias = Int[Array | np.ndarray, "*n"]
+Apply: TypeAlias = Callable[..., Any] | Network
+Labels: TypeAlias = Integer[Array | np.ndarray, "*n"]
 Values: TypeAlias = Float[Array | np.ndarray, "..."]
 
 
@@ -133,7 +131,8 @@ def categorical(
     """The mixture p(y | x) = 1/M sum_m softmax(apply(particle_m, x))_y.
 
     `apply(params, rows)` returns the logits [n, C] of one particle, or [n, L, C] for L labels in each row; `particles` is a
-    cloud or a run's history; `x` an array or pytree with n rows. The networks take turns, and their logits for
+    cloud, a run's history or, for networks that carry state or share leaves, a run's result (`apply` may then be the
+    `px.networks.Network`); `x` an array or pytree with n rows. The networks take turns, and their logits for
     `batch_size` rows are on the device; the log-probabilities [M, n, C] are gathered on the host. Without `keep` they are
     dropped, and host memory does not grow with M.
 
@@ -141,8 +140,8 @@ def categorical(
     >>> pred.log_probs.shape, pred.probs[0].round(2).tolist(), bool(pred.entropy().model[0] > 0.69)  # log 2 = 0.693
     ((2, 4, 2), [0.5, 0.5], True)
     """
-    networks = _Networks(apply, particles, x, batch_size, logits=True)
-    mixture, data, model, *each = networks.sweep(results=4 if keep else 3)
+    networks = _shown(apply, particles, x, batch_size, logits=True)
+    mixture, data, model, *each = networks.run(results=4 if keep else 3)
     return Categorical(mixture[0], data[0], model[0], *each)
 
 
@@ -159,8 +158,8 @@ def log_density(
     >>> np.exp(-log_density(lambda p, x: p, logits, jnp.zeros(1), jnp.array([0]))).round(3).tolist()
     [2.667]
     """
-    networks = _Networks(apply, particles, x, batch_size, logits=True)
-    return networks.sweep(_labels(y, networks.shape))[0][0].astype(np.float64)
+    networks = _shown(apply, particles, x, batch_size, logits=True)
+    return networks.run(_labels(y, networks.shape))[0][0].astype(np.float64)
 
 
 def temperature(pred: Categorical, y: Labels) -> float:
@@ -260,7 +259,12 @@ class Normal(eqx.Module):
 
 @known_options
 def normal(
-    apply: Apply, particles: PyTree, x: PyTree, *, noise: float | Apply, batch_size: int = 1000
+    apply: Apply,
+    particles: PyTree,
+    x: PyTree,
+    *,
+    noise: float | Callable[..., Any],
+    batch_size: int = 1000,
 ) -> Normal:
     """The mixture p(y | x) = 1/M sum_m N(apply(particle_m, x), noise^2).
 
@@ -272,18 +276,18 @@ def normal(
     >>> pred.score(2 * jnp.ones(5)).rmse
     0.0
     """
-    networks = _Networks(apply, particles, x, batch_size, logits=False)
+    networks = _shown(apply, particles, x, batch_size, logits=False)
     if not callable(noise):
         positive("noise", noise, zero=False)
     sd = noise if callable(noise) else lambda _: jnp.asarray(noise, float)
-    sds, tail = np.asarray(jax.vmap(sd)(networks.cloud), np.float64), networks.shape[1:]
+    sds, tail = np.asarray(jax.vmap(sd)(networks.params), np.float64), networks.shape[1:]
     if sds.shape[1:] not in ((), tail) or not np.all((sds > 0) & (sds < np.inf)):
         raise TargetError(
             f"noise returned {sds[0]} for the first particle, {sds.min()} to {sds.max()} over all; expected a positive "
             "sd (or one for each output), for instance lambda params: jnp.exp(params['log_sd'])"
         )
     sds = sds.reshape(len(sds), 1, *(sds.shape[1:] or [1] * len(tail)))
-    return Normal(networks.sweep()[0], sds)
+    return Normal(networks.run()[0], sds)
 
 
 def snapshots(history: PyTree, last: int | None = None) -> PyTree[Float[np.ndarray, "N ..."]]:
@@ -304,76 +308,9 @@ def snapshots(history: PyTree, last: int | None = None) -> PyTree[Float[np.ndarr
     return jax.tree.map(lambda a: np.asarray(a)[-(last or 0) :].reshape(-1, *a.shape[2:]), tree)
 
 
-class _Networks:
-    """Networks and the rows to show them, checked before anything is compiled."""
-
-    def __init__(self, apply: Any, particles: Any, x: PyTree, batch_size: int, *, logits: bool):
-        whole("batch_size", batch_size, 1)
-        particles = snapshots(particles) if isinstance(particles, History) else particles
-        num_particles(particles)
-        num = num_rows(x if jax.tree.leaves(x) else np.zeros(0))  # no array has no rows
-        refuse_not_finite("particles", particles, ParticleError)
-        refuse_not_finite("x", x)
-        size = -(-num // -(-num // batch_size))  # as many batches, of almost equal size
-        cloud = jax.tree.map(jnp.asarray, particles)
-        first, rows = jax.tree.map(lambda a: a[0], cloud), jax.tree.map(lambda a: a[:size], x)
-        out: Any = jax.eval_shape(apply, first, rows)
-        shape: Any = getattr(out, "shape", ())
-        fits = len(shape) > 1 and shape[-1] > 1 if logits else len(shape) in (1, 2)
-        if not fits or shape[0] != size or not jnp.issubdtype(out.dtype, jnp.floating):
-            wanted = "logits [n, C] or [n, L, C] with C > 1" if logits else "means [n] or [n, K]"
-            raise TargetError(
-                f"apply returned {out} for one particle and n = {size} rows; expected real {wanted}. "
-                "One logit z of two classes becomes jnp.stack([0 * z, z], -1)"
-            )
-        self.apply = apply if isinstance(apply, Hashable) else apply.__call__
-        self.cloud, self.x, self.size, self.logits = cloud, x, size, logits
-        self.shape = (num, *shape[1:])
-
-    def sweep(self, y: Any = None, results: int = 1) -> list[np.ndarray]:
-        """The first results of `_batch`, for all rows, on the host."""
-        num, stores = self.shape[0], []
-        take = lambda index: jax.tree.map(lambda leaf: jnp.asarray(leaf[index]), (self.x, y))
-        empty = lambda part: np.empty((len(part), num, *part.shape[2:]), part.dtype)
-        for start in range(0, num, self.size):
-            index = np.minimum(np.arange(start, start + self.size), num - 1)  # the last row again
-            *parts, bad = _batch(self.apply, self.cloud, *take(index), logits=self.logits)
-            if bad.any():
-                particle, row = np.argwhere(np.asarray(bad))[0].tolist()
-                raise TargetError(
-                    f"apply returned NaN or infinity for particle {particle} and row {index[row]}, which are finite; "
-                    "expected finite outputs: leave this particle out, or mend apply"
-                )
-            stores = stores or [empty(part) for part in parts[:results]]
-            for store, part in zip(stores, parts, strict=False):
-                store[:, index] = np.asarray(part)
-        return stores
-
-
-@eqx.filter_jit
-def _batch(apply: Any, cloud: PyTree, rows: PyTree, y: Any, *, logits: bool) -> list[Array]:
-    """[means]; or, of logits, [mixture at labels] or [mixture, data, model, log-probs]; and where they are NaN."""
-
-    def one(params: PyTree) -> Array:
-        out = wide(apply(params, rows))
-        out = jax.nn.log_softmax(out) if logits else out
-        return out if y is None else jnp.take_along_axis(out, y[..., None], -1)[..., 0]
-
-    each = jax.lax.map(one, cloud)  # in turns: the activations of one network are in memory
-    bad = jnp.isnan(each) if logits else ~jnp.isfinite(each)
-    bad = jnp.any(bad.reshape(*each.shape[:2], -1), -1)
-    if not logits:
-        return [each, bad]
-    mixture = jax.nn.logsumexp(each, 0, keepdims=True) - jnp.log(len(each))
-    if y is not None:
-        return [mixture, bad]
-    log_p = jnp.maximum(each, FLOOR)
-    data = -jnp.sum(jnp.exp(log_p) * log_p, -1)
-    # KL(p || q) = sum_c q (r log r - r + 1) with r = p / q: no term is negative, nothing cancels
-    log_r = log_p - jnp.maximum(mixture, FLOOR)
-    terms = jnp.maximum(log_r * jnp.exp(log_r) - jnp.expm1(log_r), 0)
-    model = jnp.sum(jnp.exp(mixture) * terms, -1)
-    return [mixture, *(jnp.mean(part, 0, keepdims=True) for part in (data, model)), each, bad]
+def _shown(apply: Any, particles: Any, x: PyTree, batch_size: int, *, logits: bool) -> Sweep:
+    particles = snapshots(particles) if isinstance(particles, History) else particles
+    return Sweep(apply, particles, x, batch_size, logits=logits)
 
 
 def _labels(y: Any, shape: tuple[int, ...]) -> np.ndarray:

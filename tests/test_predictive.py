@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import particlax as px
-from particlax import predictive
+from particlax import predictive, sweep
 
 
 def _without_hook():
@@ -362,12 +362,12 @@ def test_log_density_holds_the_logits_of_one_network():
     particles = {"e": jnp.linspace(-1, 1, 8)}
     apply = lambda p, x: p["e"] * jnp.cos(jnp.arange(30000.0)) + 0 * x[..., None]
     x, y = np.zeros((4, 128), np.float32), np.arange(4 * 128).reshape(4, 128)
-    networks = predictive._Networks(apply, particles, x, 1, logits=True)
+    networks = sweep.Sweep(apply, particles, x, 1, logits=True)
     rows, labels = jnp.asarray(x[:1]), jnp.asarray(y[:1])
-    compiled = predictive._batch.lower(apply, networks.cloud, rows, labels, logits=True)
+    compiled = sweep._batch.lower(apply, networks.cloud, rows, labels, logits=True)
     used = compiled.compile().compiled.memory_analysis().temp_size_in_bytes
     assert used < 3 * 128 * 30000 * 4
-    assert networks.sweep(y)[0].shape == (1, 4, 128)
+    assert networks.run(y)[0].shape == (1, 4, 128)
 
 
 def test_x_may_be_a_pytree_and_on_the_host(rng, tmp_path):

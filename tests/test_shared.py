@@ -169,7 +169,7 @@ def test_parts_that_do_not_fit(parts, key):
     flow = px.svgd(TARGET, step_size=1e-2)
     with pytest.raises(ParticleError, match="is both a particle and shared"):
         flow.init(NET.init(key, 6), shared=trunk)
-    with pytest.raises(ParticleError, match="in other structures.*px.networks.split"):
+    with pytest.raises(ParticleError, match=r"in other structures.*px.networks.split"):
         flow.init(head, shared={"trunk": trunk["trunk"]})
     bad = jax.tree.map(lambda leaf: leaf.at[0].set(jnp.nan), trunk)
     with pytest.raises(ParticleError, match=r"shared\['trunk'\]\['b'\] is not finite"):
@@ -189,6 +189,102 @@ def test_history_needs_whole_particles(parts, key):
 def test_shared_values_that_run_away_stop_the_run(parts, key):
     head, trunk = parts
     flow = px.Flow(TARGET, (px.Drift(0.0),), px.integrators.Euler(3e38))
-    with pytest.raises(NonFiniteError, match="at step 0.*the move is not finite") as error:
+    with pytest.raises(NonFiniteError, match=r"at step 0.*the move is not finite") as error:
         px.run(flow, flow.init(head, shared=trunk), steps=5, key=key, data=DATA, progress=False)
     assert np.all(np.isfinite(error.value.state.shared.values["trunk"]["w"]))
+
+
+# ---------------------------------------------------------------------------------------------- predictions
+
+
+def test_predictions_of_a_result_join_what_is_shared(parts, key):
+    head, trunk = parts
+    flow = px.svgd(TARGET, optimizer=optax.adam(0.01))
+    result = px.run(
+        flow, flow.init(head, shared=trunk), steps=5, key=key, data=DATA, progress=False
+    )
+    whole = join(result.particles, jax.tree.map(lambda a: jnp.stack([a] * 6), result.shared))
+    truth = px.predictive.categorical(apply, whole, X)
+    for network, source in ((NET, result), (NET, result.state), (apply, result)):
+        pred = px.predictive.categorical(network, source, X)
+        np.testing.assert_allclose(pred.log_probs, truth.log_probs, rtol=1e-5, atol=1e-6)
+    sd = lambda p: jnp.exp(p["trunk"]["b"][0] + p["head"]["b"][0])
+    pred = px.predictive.normal(lambda p, x: apply(p, x)[:, 0], result, X, noise=sd)
+    np.testing.assert_allclose(pred.sds[:, 0], jax.vmap(sd)(whole), rtol=1e-6)
+
+
+def test_predictions_of_a_result_use_what_is_carried(key):
+    """Each particle predicts with its own statistics; integers may be among them."""
+    net = networks.Network(
+        lambda k: (start(k), {"mean": jnp.zeros(4), "count": jnp.zeros((), jnp.int32)}),
+        lambda p, x, c: apply(p, x - c["mean"] / jnp.maximum(c["count"], 1)),
+        lambda p, x, c, k: (apply(p, x), {"mean": c["mean"] + x.mean(0), "count": c["count"] + 1}),
+        stateful=True,
+    )
+    flow = px.svgd(networks.classifier(net, num_data=12), optimizer=optax.adam(0.01))
+    state = flow.init(*net.init(key, 6))
+    result = px.run(flow, state, steps=4, key=key, data=DATA, progress=False)
+    pred = px.predictive.categorical(net, result, X)
+    shifted = px.predictive.categorical(apply, result.particles, X - X.mean(0))
+    np.testing.assert_allclose(pred.log_probs, shifted.log_probs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(OptionError, match="stateful but plain particles came"):
+        px.predictive.categorical(net, result.particles, X)
+
+
+# ---------------------------------------------------------------------------------------------- data before compilation
+
+
+def started(network=NET, num=12, **options):
+    flow = px.svgd(networks.classifier(network, num_data=num, **options), step_size=1e-3)
+    return lambda data, state=None: px.run(
+        flow, NET.init(jax.random.key(0), 3), steps=1, key=jax.random.key(0), data=data
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (Y + 1, "from 1 to 3 and the network has 3 logits; expected whole numbers from 0 to 2"),
+        (Y - 1, "from -1 to 1"),
+        (Y.astype(float), "of dtype float32.*convert floats"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: px.Minibatches(d, 5)])
+def test_labels_out_of_range_are_refused(labels, words, wrap):
+    with pytest.raises(px.errors.DataError, match=words):
+        started()(wrap({"x": X, "y": labels}))
+
+
+def test_other_bad_data_are_refused():
+    bad = X.copy()
+    bad[3, 2] = np.inf
+    with pytest.raises(px.errors.DataError, match=r"row 3 of the data\['x'\] is not finite"):
+        started()({"x": bad, "y": Y})
+    with pytest.raises(
+        px.errors.DataError, match=r"the data are \['inputs', 'y'\]; expected a dict"
+    ):
+        started()({"inputs": X, "y": Y})
+    with pytest.raises(px.errors.DataError, match="the data are tuple; expected a dict"):
+        started()((X, Y))
+
+
+def test_networks_that_do_not_fit_are_refused():
+    with pytest.raises(px.errors.TargetError, match=r"returned shape \(12,\) for labels"):
+        started(lambda p, x: apply(p, x)[:, 0])({"x": X, "y": Y})
+    with pytest.raises(
+        px.errors.TargetError, match=r"missing 1 required positional.*stateful=True"
+    ):
+        started(lambda p, x, carried: apply(p, x))({"x": X, "y": Y})
+    keeps = networks.Network(
+        lambda k: (start(k), {"mean": jnp.zeros(4)}),
+        lambda p, x, c: apply(p, x),
+        lambda p, x, c, k: (apply(p, x - c["mean"]), c),
+        stateful=True,
+    )
+    with pytest.raises(px.errors.TargetError, match=r"nothing carried.*net.init"):
+        started(keeps)({"x": X, "y": Y})
+    forgets = networks.Network(
+        lambda k: (start(k), ()), apply, lambda p, x, c, k: apply(p, x), stateful=True
+    )
+    with pytest.raises(px.errors.TargetError, match=r"expected the pair \(outputs"):
+        started(forgets)({"x": X, "y": Y})

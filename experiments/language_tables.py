@@ -1,0 +1,75 @@
+"""The tables of the language study, from its records."""
+
+from typing import Any
+
+import numpy as np
+
+from experiments import report
+from experiments.language_text import EOS, PARTS, UNK, Corpus
+
+TITLES = {
+    "imdb": "Perplexity, IMDB",
+    "wikitext2": "Perplexity, WikiText-2",
+    "apnews": "Perplexity, APNEWS",
+    "bnc": "Perplexity, BNC",
+}
+"""Corpora that have a table of their own."""
+PAPER = {
+    "apnews": {"SGD": 64.13, "SGLD": 63.01, "SVGD": 61.64, "w-SGLD": 61.22, "pi-SGLD": 59.83},
+    "imdb": {"SGD": 72.14, "SGLD": 68.12, "SVGD": 69.25, "w-SGLD": 67.41, "pi-SGLD": 67.04},
+    "bnc": {"SGD": 102.89, "SGLD": 95.13, "SVGD": 94.99, "w-SGLD": 93.68, "pi-SGLD": 92.33},
+}
+POINT = ("SGD", "RMSprop", "Adam")
+
+
+def facts(corpus: Corpus) -> dict[str, Any]:
+    """How large a corpus is: words of the vocabulary; by part documents, sequences that end, words to predict, share of <unk>."""
+    count = lambda number: [int(np.count_nonzero(corpus.parts[part] == number)) for part in PARTS]
+    sizes = [len(corpus.parts[part]) for part in PARTS]
+    return {
+        "vocabulary": len(corpus.vocabulary), "documents": [corpus.documents[part] for part in PARTS],
+        "sentences": count(EOS), "words": sizes,
+        "unknown": [round(some / size, 4) for some, size in zip(count(UNK), sizes, strict=True)],
+    }  # fmt: skip
+
+
+def corpora(found: list[dict]) -> report.Rows:
+    """By corpus: what `facts` says."""
+    table = [
+        ["corpus", "vocabulary", "part", "documents", "sentences", "words, with eos", "unknown, %"]
+    ]
+    seen = {r["config"]["corpus"]: r["corpus"] for r in found if "corpus" in r}
+    for name, about in seen.items():
+        for place, part in enumerate(PARTS):
+            numbers = [f"{about[what][place]:,}" for what in ("documents", "sentences", "words")]
+            share = f"{100 * about['unknown'][place]:.1f}"
+            table.append([name, f"{about['vocabulary']:,}", part, *numbers, share])
+    return table
+
+
+def table(found: list[dict], name: str) -> report.Rows:
+    """By method: the paper's test perplexity, ours for the mixture and for single networks, and validation's.
+
+    Without a name, of all corpora that have no table of their own.
+    """
+    rows = [[
+        "method", "paper", "mixture", "single networks", "validation, mixture", "validation, single", "best epoch", "seconds", "ms a step",
+    ]]  # fmt: skip
+    fits = lambda corpus: corpus == name if name else corpus not in TITLES
+    here = [
+        r for r in found if fits(r["config"]["corpus"]) and r["evaluation"][0] == r["evaluation"][1]
+    ]
+    label = lambda r: ("" if name else f"{r['config']['corpus']}: ") + r["config"]["method"]
+    for method in dict.fromkeys(map(label, here)):
+        mine = [r for r in here if label(r) == method]
+        seen = [r["metrics"] for r in mine]
+        mean = {key: np.mean([m[key] for m in seen]) for key in seen[0]}
+        spread = f" ±{np.std([m['test'] for m in seen]):.2f}" if len(seen) > 1 else ""
+        paper = PAPER.get(name, {}).get(method)
+        what = " (ensemble)" if method in POINT else ""
+        rows.append([
+            method, "-" if paper is None else f"{paper:.2f}", f"{mean['test']:.2f}{spread}{what}",
+            f"{mean['single_test']:.2f} ±{mean['single_test_sd']:.2f}", f"{mean['valid']:.2f}", f"{mean['single_valid']:.2f}",
+            f"{mean['epoch']:.1f}", f"{np.median([r['seconds'] for r in mine]):.0f}", f"{mean['ms']:.1f}",
+        ])  # fmt: skip
+    return rows

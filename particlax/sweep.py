@@ -1,0 +1,131 @@
+"""Networks shown rows of inputs, a batch at a time: the engine of `predictive`.
+
+One compiled function sees one batch; the networks take turns inside it, so that the activations of one are in memory.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from particlax.checks import refuse_not_finite, whole
+from particlax.errors import OptionError, ParticleError, TargetError
+from particlax.flow import State
+from particlax.networks import Network
+from particlax.pairwise import wide
+from particlax.particles import join, num_particles
+from particlax.run import Result
+from particlax.target import num_rows
+
+__all__ = ["Member", "Sweep"]
+
+FLOOR = -1e30  # for log 0, where it is multiplied by 0
+
+
+class Member(eqx.Module):
+    """How one particle of a run predicts: with what it carries, and with the leaves that all share."""
+
+    apply: Any
+    shared: PyTree
+    carries: bool = eqx.field(static=True)
+
+    def params(self, pair: tuple[PyTree, PyTree]) -> PyTree:
+        """All parameters of the network."""
+        return pair[0] if self.shared is None else join(pair[0], self.shared)
+
+    def __call__(self, pair: tuple[PyTree, PyTree], x: PyTree) -> Any:
+        return self.apply(self.params(pair), x, *((pair[1],) if self.carries else ()))
+
+
+def _member(apply: Any, particles: Any) -> tuple[Any, PyTree]:
+    """A function of one member of a cloud and of rows, and the cloud."""
+    state = particles.state if isinstance(particles, Result) else particles
+    carries = isinstance(apply, Network) and apply.stateful
+    plain = apply.apply if isinstance(apply, Network) else apply
+    if isinstance(state, State):
+        shared = None if state.shared is None else state.shared.values
+        carries = carries or bool(jax.tree.leaves(state.carried))
+        return Member(plain, shared, carries), (state.particles, state.carried)
+    if carries:
+        raise OptionError(
+            "the network is stateful but plain particles came; give the run's result, which also holds what they carry: "
+            "px.predictive.categorical(net, result, x)"
+        )
+    return plain, particles
+
+
+class Sweep:
+    """Networks and the rows to show them, checked before anything is compiled."""
+
+    def __init__(self, apply: Any, particles: Any, x: PyTree, batch_size: int, *, logits: bool):
+        whole("batch_size", batch_size, 1)
+        apply, particles = _member(apply, particles)
+        num_particles(particles[0] if isinstance(apply, Member) else particles)
+        num = num_rows(x if jax.tree.leaves(x) else np.zeros(0))  # no array has no rows
+        refuse_not_finite("particles", particles, ParticleError)
+        refuse_not_finite("x", x)
+        size = -(-num // -(-num // batch_size))  # as many batches, of almost equal size
+        cloud = jax.tree.map(jnp.asarray, particles)
+        first, rows = jax.tree.map(lambda a: a[0], cloud), jax.tree.map(lambda a: a[:size], x)
+        out: Any = jax.eval_shape(apply, first, rows)
+        shape: Any = getattr(out, "shape", ())
+        fits = len(shape) > 1 and shape[-1] > 1 if logits else len(shape) in (1, 2)
+        if not fits or shape[0] != size or not jnp.issubdtype(out.dtype, jnp.floating):
+            wanted = "logits [n, C] or [n, L, C] with C > 1" if logits else "means [n] or [n, K]"
+            raise TargetError(
+                f"apply returned {out} for one particle and n = {size} rows; expected real {wanted}. "
+                "One logit z of two classes becomes jnp.stack([0 * z, z], -1)"
+            )
+        self.apply = apply if isinstance(apply, Hashable) else apply.__call__
+        self.params = jax.vmap(apply.params)(cloud) if isinstance(apply, Member) else cloud
+        self.cloud, self.x, self.size, self.logits = cloud, x, size, logits
+        self.shape = (num, *shape[1:])
+
+    def run(self, y: Any = None, results: int = 1) -> list[np.ndarray]:
+        """The first results of `_batch`, for all rows, on the host."""
+        num, stores = self.shape[0], []
+        take = lambda index: jax.tree.map(lambda leaf: jnp.asarray(leaf[index]), (self.x, y))
+        empty = lambda part: np.empty((len(part), num, *part.shape[2:]), part.dtype)
+        for start in range(0, num, self.size):
+            index = np.minimum(np.arange(start, start + self.size), num - 1)  # the last row again
+            *parts, bad = _batch(self.apply, self.cloud, *take(index), logits=self.logits)
+            if bad.any():
+                particle, row = np.argwhere(np.asarray(bad))[0].tolist()
+                raise TargetError(
+                    f"apply returned NaN or infinity for particle {particle} and row {index[row]}, which are finite; "
+                    "expected finite outputs: leave this particle out, or mend apply"
+                )
+            stores = stores or [empty(part) for part in parts[:results]]
+            for store, part in zip(stores, parts, strict=False):
+                store[:, index] = np.asarray(part)
+        return stores
+
+
+@eqx.filter_jit
+def _batch(apply: Any, cloud: PyTree, rows: PyTree, y: Any, *, logits: bool) -> list[Array]:
+    """[means]; or, of logits, [mixture at labels] or [mixture, data, model, log-probs]; and where they are NaN."""
+
+    def one(params: PyTree) -> Array:
+        out = wide(apply(params, rows))
+        out = jax.nn.log_softmax(out) if logits else out
+        return out if y is None else jnp.take_along_axis(out, y[..., None], -1)[..., 0]
+
+    each = jax.lax.map(one, cloud)  # in turns: the activations of one network are in memory
+    bad = jnp.isnan(each) if logits else ~jnp.isfinite(each)
+    bad = jnp.any(bad.reshape(*each.shape[:2], -1), -1)
+    if not logits:
+        return [each, bad]
+    mixture = jax.nn.logsumexp(each, 0, keepdims=True) - jnp.log(len(each))
+    if y is not None:
+        return [mixture, bad]
+    log_p = jnp.maximum(each, FLOOR)
+    data = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+    # KL(p || q) = sum_c q (r log r - r + 1) with r = p / q: no term is negative, nothing cancels
+    log_r = log_p - jnp.maximum(mixture, FLOOR)
+    terms = jnp.maximum(log_r * jnp.exp(log_r) - jnp.expm1(log_r), 0)
+    model = jnp.sum(jnp.exp(mixture) * terms, -1)
+    return [mixture, *(jnp.mean(part, 0, keepdims=True) for part in (data, model)), each, bad]

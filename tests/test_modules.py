@@ -1,0 +1,701 @@
+"""Modules as networks: agreement with the modules themselves, what particles carry, randomness, names, bad input."""
+
+import functools
+import sys
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import particlax as px
+from particlax import modules, networks
+from particlax.errors import DataError, OptionError, ParticleError, TargetError
+
+flax = pytest.importorskip("flax", reason="px.modules.linen and nnx need flax")
+nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(40, 3)) * 2 + 1, RNG.integers(0, 4, 40)
+KINDS = ("equinox", "linen", "nnx")
+
+
+class Eqx(eqx.Module):
+    """A network with batch norm and dropout, either of which may be missing."""
+
+    dense: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm | None
+    drop: eqx.nn.Dropout
+    out: eqx.nn.Linear
+    order: jax.Array
+
+    def __init__(self, norm, rate, key):
+        keys = jax.random.split(key)
+        self.dense = eqx.nn.Linear(3, 5, key=keys[0])
+        self.norm = eqx.nn.BatchNorm(5, "batch", momentum=0.8, mode="batch") if norm else None
+        self.drop = eqx.nn.Dropout(rate)
+        self.out = eqx.nn.Linear(5, 4, key=keys[1])
+        self.order = jnp.array([2, 0, 1])
+
+    def __call__(self, x, state=None, *, key=None):
+        x = self.dense(x[self.order])
+        if self.norm is not None:
+            x, state = self.norm(x, state)
+        x = self.out(self.drop(jnp.tanh(x), key=key))
+        return x if self.norm is None else (x, state)
+
+
+class Linen(nn.Module):
+    norm: bool
+    rate: float
+    dtype: object = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.Dense(5, param_dtype=self.dtype)(x)
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.8)(x)
+        x = nn.Dropout(self.rate, deterministic=not train)(jnp.tanh(x))
+        return nn.Dense(4, param_dtype=self.dtype)(x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, norm, rate, rngs, dtype=jnp.float32):
+        self.hidden = nnx.List([nnx.Linear(3, 5, param_dtype=dtype, rngs=rngs)])
+        self.norm = nnx.BatchNorm(5, momentum=0.8, rngs=rngs) if norm else None
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+        self.out = nnx.Linear(5, 4, param_dtype=dtype, rngs=rngs)
+        self.order = jnp.array([2, 0, 1])
+
+    def __call__(self, x):
+        x = self.hidden[0](x[:, self.order])
+        x = x if self.norm is None else self.norm(x)
+        return self.out(self.drop(jnp.tanh(x)))
+
+
+@functools.cache
+def network(kind, *, norm=False, rate=0.0, dtype=jnp.float32):
+    if kind == "equinox":
+        return modules.equinox(lambda key: Eqx(norm, rate, key))
+    if kind == "linen":
+        return modules.linen(Linen(norm, rate, dtype), jnp.asarray(X[:2]))
+    return modules.nnx(lambda rngs: Nnx(norm, rate, rngs, dtype))
+
+
+def own_apply(kind, params, x, dtype=jnp.float32):
+    """The module's own answer, without norm or dropout."""
+    if kind == "equinox":
+        rest = eqx.partition(Eqx(False, 0.0, jax.random.key(9)), eqx.is_inexact_array)[1]
+        return jax.vmap(eqx.combine(params, rest))(x)
+    if kind == "linen":
+        return Linen(False, 0.0, dtype).apply({"params": params}, x, train=False)
+    model = Nnx(False, 0.0, nnx.Rngs(9), dtype)
+    state = nnx.state(model, nnx.Param)
+    nnx.replace_by_pure_dict(state, params)
+    nnx.update(model, state)
+    return model(x)
+
+
+@functools.cache
+def compiled(net):
+    return jax.jit(net.init, static_argnums=1)
+
+
+def init(net, key, num):
+    """net.init, compiled once."""
+    return compiled(net)(key, num)
+
+
+def one(tree, place=0):
+    return jax.tree.map(lambda leaf: leaf[place], tree)
+
+
+def data(size=10):
+    x, y = jnp.asarray(X, jnp.float32), jnp.asarray(Y)
+    return px.Minibatches({"x": x, "y": y}, size)
+
+
+# ------------------------------------------------------------------------------- the module's own answers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_apply_and_gradient_are_the_modules_own(x64, key, kind):
+    net, x = network(kind, dtype=jnp.float64), jnp.asarray(X)
+    cloud = init(net, key, 3)
+    assert not net.stateful
+    assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(cloud))
+    together = jax.jit(jax.vmap(net.apply, (0, None)))(cloud, x)
+    assert together.shape == (3, 40, 4)
+    loss = lambda logits: jnp.sum(jnp.sin(logits))
+    own = lambda p: own_apply(kind, p, x, jnp.float64)
+    for place in range(3):
+        params = one(cloud, place)
+        np.testing.assert_allclose(together[place], own(params), rtol=1e-12)
+    ours = jax.jit(jax.grad(lambda p: loss(net.apply(p, x))))(params)
+    theirs = jax.jit(jax.grad(lambda p: loss(own(p))))(params)
+    assert jax.tree.structure(ours) == jax.tree.structure(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), ours, theirs)
+
+
+def test_parameters_start_as_the_modules_own(key):
+    own = Nnx(False, 0.0, nnx.Rngs(jax.random.key(3)))
+    made = network("nnx").start(jax.random.key(3))
+    np.testing.assert_array_equal(made["out"]["kernel"], own.out.kernel[...])
+    np.testing.assert_array_equal(
+        network("equinox").start(jax.random.key(3)).out.weight,
+        Eqx(False, 0.0, jax.random.key(3)).out.weight,
+    )
+    for kind in KINDS:  # and differ between networks
+        first = jax.tree.leaves(init(network(kind), key, 4))[-1]
+        assert len(np.unique(np.asarray(first).reshape(4, -1)[:, 0])) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("equinox", ["dense/weight", "dense/bias", "out/weight", "out/bias"]),
+        ("linen", ["Dense_0/bias", "Dense_0/kernel", "Dense_1/bias", "Dense_1/kernel"]),
+        ("nnx", ["hidden/0/bias", "hidden/0/kernel", "out/bias", "out/kernel"]),
+    ],
+)
+def test_names_and_priors_by_layer(key, kind, names):
+    net = network(kind)
+    cloud = init(net, key, 2)
+    assert networks.leaf_names(cloud) == names
+    layer, rest = names[-1].split("/")[0], names[:2]
+    target = networks.classifier(net, num_data=40, prior={"": 2.0, layer: 0.5})
+    batch = {"x": jnp.asarray(X, jnp.float32), "y": jnp.asarray(Y)}
+    params = one(cloud)
+    squares = [float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(params)]
+    prior = sum(-0.5 * s / (2.0 if n in rest else 0.5) for n, s in zip(names, squares, strict=True))
+    logits = np.asarray(own_apply(kind, params, batch["x"]), float)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose(
+        jax.jit(target.score)(cloud, batch)[0][0], log_p[np.arange(40), Y].sum() + prior, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_and_predicts(key, kind):
+    net = network(kind)
+    flow = px.w_sgld_b(networks.classifier(net, num_data=40), optimizer=optax.adam(0.05))
+    done = px.run(flow, init(net, key, 4), steps=150, key=key, data=data(), progress=False)
+    pred = px.predictive.categorical(net.apply, done.particles, X.astype(np.float32), batch_size=16)
+    assert pred.probs.shape == (40, 4)
+    assert pred.score(Y).accuracy > 0.35  # of labels that are noise: it has learnt some by heart
+    out = jax.vmap(net.apply, (0, None))(done.particles, jnp.asarray(X, jnp.float32))
+    np.testing.assert_allclose(pred.log_probs, jax.nn.log_softmax(out), rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_may_be_a_pytree(key):
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2)(x["a"]) + nn.Dense(2)(x["b"])
+
+    class EqxTwo(eqx.Module):
+        a: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.a(x["a"]) + x["b"][:2]
+
+    x = {"a": jnp.ones((4, 3)), "b": jnp.ones((4, 5))}
+    for net in (
+        modules.linen(Two(), x),
+        modules.equinox(lambda key: EqxTwo(eqx.nn.Linear(3, 2, key=key))),
+    ):
+        pred = px.predictive.categorical(net.apply, init(net, key, 3), x)
+        assert pred.probs.shape == (4, 2)
+
+
+# ----------------------------------------------------------------------------------- batch norm
+
+
+def numpy_norm(x, weight, bias, mean, var):
+    return weight * (x - mean) / np.sqrt(var + 1e-5) + bias
+
+
+def layer(kind, params):
+    """The first layer and the norm of a network as NumPy arrays: W [3, 5], b, norm's scale and bias."""
+    array = lambda leaf: np.asarray(leaf, float)
+    if kind == "equinox":
+        w = array(params.dense.weight).T
+        return w, array(params.dense.bias), array(params.norm.weight), array(params.norm.bias)
+    if kind == "linen":
+        dense, norm = params["Dense_0"], params["BatchNorm_0"]
+    else:
+        dense, norm = params["hidden"][0], params["norm"]
+    return (*(array(dense[n]) for n in ("kernel", "bias")), array(norm["scale"]), array(norm["bias"]))  # fmt: skip
+
+
+def statistics(kind, carried):
+    """Running mean and variance as they are used in prediction."""
+    if kind == "linen":
+        norm = carried["batch_stats"]["BatchNorm_0"]
+        return np.asarray(norm["mean"], float), np.asarray(norm["var"], float)
+    if kind == "nnx":
+        return tuple(np.asarray(carried["norm"][n], float) for n in ("mean", "var"))
+    count, mean, var = (np.asarray(leaf, float) for leaf in jax.tree.leaves(carried))
+    scale = (1 - 0.8**count)[..., None]
+    return mean / scale, var / scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_norm_statistics_are_carried_by_each_particle(key, kind):
+    net, batches = network(kind, norm=True), data()
+    assert net.stateful
+    particles, carried = init(net, key, 3)
+    target = networks.classifier(net, num_data=40)
+    flow = px.sgld(target, step_size=1e-12)  # the particles stay, only statistics move
+    state = flow.init(particles, carried)
+    done = px.run(flow, state, steps=5, key=key, data=batches, progress=False)
+    mean, var = statistics(kind, done.state.carried)
+    assert len(np.unique(mean[:, 0].round(6))) == 3
+    order = np.arange(3) if kind == "linen" else [2, 0, 1]
+    draw = jax.jit(lambda step: batches.batch(jax.random.fold_in(key, 2**31 - 1), step)["x"])
+    seen = [np.asarray(draw(jnp.array(step)), float) for step in range(5)]
+    for place in range(3):
+        w, b, *_ = layer(kind, one(particles, place))
+        running = [np.zeros(5), np.ones(5)]
+        for rows in seen:
+            hidden = rows[:, order] @ w + b
+            new = (hidden.mean(0), hidden.var(0))
+            running = [0.8 * old + 0.2 * now for old, now in zip(running, new, strict=True)]
+        scale = 1 - 0.8**5 if kind == "equinox" else 1.0
+        np.testing.assert_allclose(mean[place], running[0] / scale, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(var[place], running[1] / scale, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_are_those_of_prediction_and_batches_those_of_training(key, kind):
+    net = network(kind, norm=True)
+    x = np.asarray(X[:6], np.float32)
+    params, carried = one(init(net, key, 2))
+    for _ in range(3):
+        trained, carried = net.forward(params, jnp.asarray(X[10:30], jnp.float32), carried, key)
+    w, b, *affine = layer(kind, params)
+    hidden = x[:, np.arange(3) if kind == "linen" else [2, 0, 1]] @ w + b
+    predicted = net.apply(params, x, carried)
+    trained, _ = net.forward(params, x, carried, key)
+    for outputs, (mean, var) in (
+        (predicted, statistics(kind, carried)),
+        (trained, (hidden.mean(0), hidden.var(0))),
+    ):
+        last = params.out if kind == "equinox" else params["Dense_1" if kind == "linen" else "out"]
+        last_w, last_b = (
+            (last.weight.T, last.bias) if kind == "equinox" else (last["kernel"], last["bias"])
+        )
+        wanted = np.tanh(numpy_norm(hidden, *affine, mean, var)) @ np.asarray(last_w, float)
+        np.testing.assert_allclose(outputs, wanted + np.asarray(last_b), rtol=1e-3, atol=1e-4)
+
+
+def test_prediction_with_what_particles_carry(key):
+    """Floats that are carried can ride along in `predictive`, as part of the cloud."""
+    net = network("linen", norm=True)
+    particles, carried = init(net, key, 3)
+    both = lambda pair, x: net.apply(pair[0], x, pair[1])
+    pred = px.predictive.categorical(both, (particles, carried), X.astype(np.float32))
+    out = jax.vmap(net.apply, (0, None, 0))(particles, jnp.asarray(X, jnp.float32), carried)
+    np.testing.assert_allclose(pred.log_probs, jax.nn.log_softmax(out), rtol=1e-4, atol=1e-5)
+
+
+def test_equinox_state_made_by_the_user(key):
+    make = lambda key: Eqx(True, 0.0, key)
+    ours, theirs = modules.equinox(make), modules.equinox(eqx.nn.make_with_state(make))
+    for a, b in zip(*(jax.tree.leaves(init(n, key, 2)) for n in (ours, theirs)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_equinox_state_survives_and_axis_names_are_found(key):
+    class Other(eqx.Module):
+        norm: eqx.nn.BatchNorm
+
+        def __call__(self, x, state):
+            return self.norm(x, state)
+
+    net = modules.equinox(lambda key: Other(eqx.nn.BatchNorm(3, "rows", mode="ema")))
+    params, carried = one(init(net, key, 1))
+    for _ in range(2):  # Equinox marks a used state as old; ours can be used again
+        outputs, _ = net.forward(params, jnp.asarray(X, jnp.float32), carried, key)
+    np.testing.assert_allclose(outputs.mean(0), 0, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------- dropout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_is_in_training_only(key, kind):
+    net, plain = network(kind, rate=0.5), network(kind)
+    assert net.stateful
+    (params, carried), x = init(net, key, 3), jnp.asarray(X, jnp.float32)
+    assert carried == ()
+    first = one(params)
+    np.testing.assert_allclose(net.apply(first, x), plain.apply(first, x), rtol=1e-6)
+    forward = jax.jit(lambda seed: net.forward(first, x, (), jax.random.key(seed))[0])
+    outputs = [forward(seed) for seed in (1, 1, 2)]
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    assert not np.allclose(outputs[0], outputs[2])
+    many = jax.jit(jax.vmap(lambda k: net.forward(first, x, (), k)[0]))(jax.random.split(key, 4000))
+    np.testing.assert_allclose(many.mean(0), net.apply(first, x), atol=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_row_is_dropped_on_its_own(key, kind):
+    net = network(kind, rate=0.5)
+    same = jnp.ones((20, 3))
+    outputs, _ = net.forward(one(init(net, key, 1)[0]), same, (), key)
+    assert len(np.unique(np.asarray(outputs)[:, 0].round(6))) > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_differs_between_particles_and_steps(key, kind):
+    net = network(kind, rate=0.5)
+    particles, carried = init(net, key, 1)
+    equal = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, 0), particles)
+    flow = px.sgld(networks.classifier(net, num_data=40), step_size=1e-14)
+    batch, seen = {"x": jnp.asarray(X, jnp.float32), "y": jnp.asarray(Y)}, []
+    state = flow.init(equal, carried)
+    step = jax.jit(flow.step)
+    for _ in range(3):
+        state, info = step(key, state, batch)
+        seen.append(np.asarray(info.log_density))
+    assert len(np.unique(np.concatenate(seen))) == 12
+    again, state = [], flow.init(equal, carried)
+    for _ in range(3):
+        state, info = step(key, state, batch)
+        again.append(np.asarray(info.log_density))
+    np.testing.assert_array_equal(seen, again)
+
+
+def test_two_dropout_layers_have_two_masks(key):
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.a, self.b = (nnx.Dropout(0.5, rngs=rngs) for _ in range(2))
+            self.w = nnx.Param(jnp.ones(1))
+
+        def __call__(self, x):
+            return jnp.stack([self.a(x), self.b(x)], -1) * self.w[...]
+
+    net = modules.nnx(Twice)
+    outputs, _ = net.forward(one(init(net, key, 1)[0]), jnp.ones((9, 9)), (), key)
+    assert not np.array_equal(outputs[..., 0], outputs[..., 1])
+
+
+def test_rngs_in_the_call_of_nnx(key):
+    class Called(nnx.Module):
+        def __init__(self, rngs):
+            self.out = nnx.Linear(3, 4, rngs=rngs)
+            self.drop = nnx.Dropout(0.5)
+
+        def __call__(self, x, *, rngs=None):
+            return self.drop(self.out(x), rngs=rngs)
+
+    net, x = modules.nnx(Called), jnp.ones((5, 3))
+    assert net.stateful
+    params = one(init(net, key, 1)[0])
+    np.testing.assert_allclose(net.apply(params, x)[0], net.apply(params, x)[1])
+    outputs = [net.forward(params, x, (), jax.random.key(seed))[0] for seed in (1, 1, 2)]
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    assert not np.array_equal(outputs[0], outputs[2])
+
+
+def test_other_streams_of_linen_are_served(key):
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x, deterministic):
+            x = nn.Dense(2)(x)
+            if deterministic:
+                return x
+            noise = [jax.random.normal(self.make_rng(n), x.shape) for n in ("dropout", "other")]
+            return jnp.concatenate([x, *noise], -1)
+
+    net = modules.linen(Noisy(), jnp.ones((1, 3)))
+    outputs, _ = net.forward(one(init(net, key, 1)[0]), jnp.ones((4, 3)), (), key)
+    assert net.stateful
+    assert not np.array_equal(outputs[:, 2:4], outputs[:, 4:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stateful_exactly_if_it_carries_or_draws(kind):
+    assert not network(kind).stateful  # with a dropout of rate 0
+    assert network(kind, rate=0.1).stateful
+    assert network(kind, norm=True).stateful
+
+
+def test_random_says_so_where_it_cannot_be_seen(key):
+    class Noise(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x, key=None):
+            return self.w * x + (0 if key is None else jax.random.normal(key, x.shape))
+
+    make = lambda key: Noise(jnp.ones(3))
+    assert not modules.equinox(make).stateful
+    net = modules.equinox(make, random=True)
+    assert net.stateful
+    outputs, _ = net.forward(one(init(net, key, 1)[0]), jnp.ones((4, 3)), (), key)
+    assert len(np.unique(outputs)) == 12
+    quiet = modules.nnx(lambda rngs: Nnx(False, 0.5, rngs), random=False)
+    assert not quiet.stateful
+
+
+# ----------------------------------------------------------------------------------- the switch
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train", "training", "is_training", "deterministic", "inference", "use_running_average"],
+)
+def test_switches_are_found_in_calls_and_fields(key, name):
+    on = name.startswith(("train", "is_"))
+    scope = {"nn": nn}
+    exec(
+        f"class Call(nn.Module):\n @nn.compact\n def __call__(self, x, {name}):\n"
+        f"  return nn.Dropout(0.5, deterministic={name} != {on})(nn.Dense(2)(x))\n"
+        f"class Field(nn.Module):\n {name}: bool = False\n @nn.compact\n def __call__(self, x):\n"
+        f"  return nn.Dropout(0.5, deterministic=self.{name} != {on})(nn.Dense(2)(x))\n",
+        scope,
+    )
+    for kind in ("Call", "Field"):
+        net = modules.linen(scope[kind](), jnp.ones((1, 3)))
+        assert net.stateful, (kind, name)
+        params, _ = one(init(net, key, 1))
+        outputs = net.apply(params, jnp.ones((5, 3)))
+        np.testing.assert_array_equal(outputs[0], outputs[1])
+
+
+def test_other_switches_are_given(key):
+    class Mode(nn.Module):
+        @nn.compact
+        def __call__(self, x, mode, train=False):
+            return nn.Dropout(0.5, deterministic=mode == "use" and not train)(nn.Dense(2)(x))
+
+    net = modules.linen(
+        Mode(), jnp.ones((1, 3)), train={"mode": "fit"}, predict={"mode": "use", "train": False}
+    )
+    assert net.stateful
+    with pytest.raises(OptionError, match="nothing gives 'mode'; expected x alone"):
+        modules.linen(Mode(), jnp.ones((1, 3)))
+
+
+def test_switch_of_an_nnx_call(key):
+    class Call(nnx.Module):
+        def __init__(self, rngs):
+            self.out = nnx.Linear(3, 2, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x, train: bool):
+            return self.drop(self.out(x), deterministic=not train)
+
+    net = modules.nnx(Call)
+    params = one(init(net, key, 1)[0])
+    outputs = net.apply(params, jnp.ones((5, 3)))
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    trained, _ = net.forward(params, jnp.ones((5, 3)), (), key)
+    assert len(np.unique(trained)) > 2
+
+
+# ----------------------------------------------------------------------------------- bad input
+
+
+class NoKey(eqx.Module):
+    drop: eqx.nn.Dropout = eqx.nn.Dropout(0.5)
+    w: jax.Array = eqx.field(default_factory=lambda: jnp.ones(3))
+
+    def __call__(self, x):
+        return self.drop(self.w * x)
+
+
+class NoState(eqx.Module):
+    norm: eqx.nn.BatchNorm = eqx.field(
+        default_factory=lambda: eqx.nn.BatchNorm(3, "batch", mode="batch")
+    )
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+class LosesState(NoState):
+    def __call__(self, x, state):
+        return self.norm(x, state)[0]
+
+
+class Masked(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x, mask):
+        return self.w * x * mask
+
+
+class Complex(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.ones(3, jnp.complex64))
+
+    def __call__(self, x):
+        return x * self.w[...]
+
+
+class Whole(Complex):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.ones(3, int))
+
+
+class Dry(nnx.Module):
+    def __init__(self, rngs):
+        self.out, self.drop = nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.5)
+
+    def __call__(self, x):
+        return self.drop(self.out(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda key: 3, "make returned a int; expected a function that makes a module, as lambda key"),
+        (lambda key: (3, 4), "make returned a int"),
+        (lambda: 3, r"make failed, TypeError.* as lambda key: eqx\.nn\.MLP"),
+        (Masked(jnp.ones(3)), "make is a Masked; expected a function that makes a module"),
+        (lambda key: eqx.nn.StateIndex(jnp.ones(3)), "make returned a StateIndex"),
+        (lambda key: NoKey(), r"takes \['x'\], but its layers need 'key'; expected that in it too"),
+        (lambda key: NoState(), r"takes \['x'\], but its layers need 'state'"),
+        (lambda key: Masked(jnp.ones(3)), r"takes \['x', 'mask'\], but nothing gives 'mask'; expected x"),
+        (lambda key: Masked(jnp.ones(3, jnp.complex64)), r"'mask'"),
+        (lambda key: eqx.nn.Lambda(jnp.tanh), "Lambda has no float parameters; expected at least one"),
+        (lambda key: eqx.nn.Linear(3, 2, dtype=jnp.complex64, key=key), "'weight' of Linear is complex64; expected real"),
+    ],
+)  # fmt: skip
+def test_equinox_says_what_is_wrong(make, words):
+    with pytest.raises(OptionError, match=words):
+        modules.equinox(make)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda rngs: 3, "make returned a int; expected a function that makes a module, as lambda rngs"),
+        (lambda rngs: (Complex(rngs), 1), "make returned a tuple"),
+        (lambda: 3, r"make failed, TypeError.* as lambda rngs: nnx\.Linear"),
+        (Complex(None), "make is a Complex; expected a function that makes a module"),
+        (Complex, "parameter 'w' of Complex is complex64; expected real floats: hold a complex one as two"),
+        (Whole, "parameter 'w' of Whole is int32; expected real floats"),
+        (Dry, r"takes \['x'\], but its layers need 'rngs'"),
+        (lambda rngs: nnx.Dropout(0.5, rngs=rngs), "Dropout has no float parameters"),
+    ],
+)  # fmt: skip
+def test_nnx_says_what_is_wrong(make, words):
+    with pytest.raises(OptionError, match=words):
+        modules.nnx(make)
+
+
+def compact(call):
+    """A Linen module of the function `call(self, x)`."""
+    body = lambda space: space.update(__call__=nn.compact(call), __module__=__name__)
+    return types.new_class("Net", (nn.Module,), exec_body=body)()
+
+
+def sows(self, x):
+    self.sow("losses", "l2", jnp.sum(x))
+    return nn.Dense(2)(x)
+
+
+ROW = jnp.ones((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("module", "example", "error", "words"),
+    [
+        (3, ROW, OptionError, r"module is 3; expected a flax\.linen module"),
+        (nn.Dense, ROW, OptionError, "module is the class Dense; expected"),
+        (nn.Dense(2), jnp.ones(3), DataError, r"Dense makes \[\(2,\)\] of the example's \[\(3,\)\]; expected a batch"),
+        (nn.Dense(2), jnp.ones(()), TargetError, r"Dense failed in initialisation on inputs of shape \[\(\)\]"),
+        (nn.Conv(2, (3, 3)), ROW, TargetError, r"Conv failed in initialisation on inputs of shape \[\(2, 3\)\]"),
+        (nn.Dense(2, param_dtype=jnp.complex64), ROW, OptionError, "parameter 'bias' of Dense is complex64"),
+        (nn.Dropout(0.0), ROW, OptionError, "Dropout has no float parameters"),
+        (compact(lambda self, x: nn.Dropout(0.5)(nn.Dense(2)(x))), ROW, TargetError,
+         r"Net failed in initialisation.*deterministic.*A layer does not know which it is: let its call take a switch"),
+        (compact(lambda self, x: nn.BatchNorm()(nn.Dense(2)(x))), ROW, TargetError, "use_running_average.*take a switch"),
+        (compact(lambda self, x: nn.Dropout(0.5, deterministic=False)(nn.Dense(2)(x))), ROW, TargetError,
+         "Net failed in prediction.*InvalidRngError.*It draws random numbers there too: let its call take a switch"),
+        (compact(lambda self, x: nn.BatchNorm(use_running_average=False)(nn.Dense(2)(x))), ROW, TargetError,
+         "Net failed in prediction.*ModifyScopeVariableError.*It updates its statistics there too: let"),
+        (compact(sows), ROW, OptionError, r"Net carries arrays of shapes \[\(\)\], and \[\(\), \(\)\] after a step; expected no"),
+    ],
+)  # fmt: skip
+def test_linen_says_what_is_wrong(module, example, error, words):
+    with pytest.raises(error, match=words):
+        modules.linen(module, example)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_inputs_are_told_when_the_target_is_evaluated(key, kind):
+    net = {
+        "equinox": lambda: modules.equinox(lambda key: eqx.nn.Linear(3, 2, key=key)),
+        "linen": lambda: modules.linen(nn.Dense(2), ROW),
+        "nnx": lambda: modules.nnx(lambda rngs: nnx.Linear(3, 2, rngs=rngs)),
+    }[kind]()
+    target = networks.classifier(net, num_data=2)
+    with pytest.raises(TargetError, match=r"failed in prediction on inputs of shape \[\(2, 7\)\]"):
+        target.score(init(net, key, 2), {"x": jnp.ones((2, 7)), "y": jnp.zeros(2, int)})
+
+
+def test_what_the_network_lacks_is_told_when_the_target_is_evaluated(key):
+    for kind in KINDS:
+        net = network(kind, norm=True)
+        flow = px.svgd(networks.classifier(net, num_data=40), optimizer=optax.adam(0.1))
+        for start in (init(net, key, 2)[0], init(net, key, 2)):
+            if kind == "equinox" and isinstance(start, tuple):
+                continue  # whole numbers among the particles are refused before
+            with pytest.raises(ParticleError, match=r"but .* came; expected those of flow\.init\("):
+                px.run(flow, start, steps=1, key=key, data=data(), progress=False)
+        with pytest.raises(ParticleError, match=r"carried arrays .* but \[\] came"):
+            px.predictive.categorical(net.apply, init(net, key, 2)[0], X.astype(np.float32))
+    plain = network("linen")
+    with pytest.raises(
+        ParticleError, match=r"Linen has arrays of shapes .* expected those of init"
+    ):
+        plain.apply({"kernel": jnp.ones((3, 4))}, ROW)
+
+
+def test_modules_that_keep_drawing_or_forget_what_they_get(key):
+    class Always(nnx.Module):
+        def __init__(self, rngs):
+            self.w, self.rngs = nnx.Param(jnp.ones(3)), rngs.fork()
+
+        def __call__(self, x):
+            return x * self.w[...] + jax.random.normal(self.rngs.noise(), x.shape)
+
+    class Forgets(eqx.Module):
+        drop: eqx.nn.Dropout
+        w: jax.Array
+
+        def __call__(self, x, key):
+            return self.drop(self.w * x)
+
+    net = modules.nnx(Always)
+    assert net.forward(one(init(net, key, 1)[0]), ROW, (), key)[0].shape == (2, 3)
+    with pytest.raises(TargetError, match="Always draws random numbers in prediction too; let"):
+        net.apply(one(init(net, key, 1)[0]), ROW)
+    net = modules.equinox(lambda key: Forgets(eqx.nn.Dropout(0.5), jnp.ones(3)))
+    with pytest.raises(TargetError, match=r"Forgets failed in training.*Dropout requires a key"):
+        net.forward(one(init(net, key, 1)[0]), ROW, (), key)
+    net = modules.equinox(lambda key: LosesState())
+    params, carried = one(init(net, key, 1))
+    with pytest.raises(TargetError, match=r"LosesState gave .*; expected \(outputs, state\)"):
+        net.forward(params, ROW, carried, key)
+
+
+@pytest.mark.parametrize("part", ["linen", "nnx"])
+def test_without_flax(monkeypatch, part):
+    for name in [n for n in sys.modules if n.split(".")[0] == "flax"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(OptionError, match=f"modules.{part} needs flax.*pip install flax"):
+        getattr(modules, part)(*([lambda rngs: None] * (1 + (part == "linen"))))
+
+
+def test_options_are_checked():
+    with pytest.raises(OptionError, match="has no option 'axis'"):
+        modules.equinox(lambda key: None, axis="batch")
