@@ -22,7 +22,7 @@ import optax
 
 import particlax as px
 from experiments import cifar_tables, config, datasets
-from experiments.cifar_network import Shape, augmenting, network, predictor
+from experiments.cifar_network import Shape, augmenting, network
 from experiments.study import Evaluation, Run, Study, Table
 from particlax import networks, predictive
 from particlax.diffusions import Blob, FixedScale, Transport
@@ -60,6 +60,7 @@ class Config:
     evaluations: int = 4
     seeds: int = 1
     methods: str = ""  # some of them, separated by semicolons
+    bayesian: str = ""  # layers that are particles, the others being shared: "out", or "dense; out"; all if empty
     images: int = 0  # so many training images; 0 for all
     holdout: int = (
         0  # so many training images are tested on instead of the test images: to choose settings
@@ -179,14 +180,12 @@ def flow(c: Config, method: str, num_data: int, side: int, steps: int) -> px.Flo
 
 def evaluate(c: Config, state: px.State, data: datasets.Images) -> dict[str, float]:
     """Of the mixture: accuracy, NLL, Brier, ECE; of single networks: accuracy and its sd, NLL, on training images too."""
-    apply = predictor(shape(c, data.test_images.shape[1]))
-    both = (state.particles, state.carried)
-    y = data.test_labels
-    seen = predictive.categorical(apply, both, data.test_images)
+    net, y = network(shape(c, data.test_images.shape[1])), data.test_labels
+    seen = predictive.categorical(net, state, data.test_images)
     score, single = seen.score(y), singles(seen, y)
     some = slice(len(y))
     known = data.train_labels[some]
-    fit = singles(predictive.categorical(apply, both, data.train_images[some]), known)
+    fit = singles(predictive.categorical(net, state, data.train_images[some]), known)
     return {
         "accuracy": 100 * score.accuracy, "nll": -score.log_density, "brier": score.brier, "ece": score.ece,
         "single_accuracy": single[0].mean(), "single_sd": single[0].std(), "single_nll": single[1].mean(),
@@ -210,7 +209,21 @@ def begun(c: Config, method: str, seed: int) -> tuple[px.Flow, px.State, px.Mini
     steps = c.epochs * batches.batches_per_epoch
     moving = flow(c, method, num, side, steps)
     particles, carried = network(shape(c, side)).init(jax.random.key(seed), c.particles)
-    return moving, moving.init(particles, carried), batches, steps
+    names, shared = named(c), None
+    if names:
+        particles, shared = networks.split(particles, names)
+    return moving, moving.init(particles, carried, shared), batches, steps
+
+
+def named(c: Config) -> list[str]:
+    """The layers that are particles, if not all are."""
+    return [name.strip() for name in c.bayesian.split(";") if name.strip()]
+
+
+def memory() -> dict[str, float]:
+    """The most memory that arrays have taken on the device, in MiB, where it says so."""
+    seen = jax.devices()[0].memory_stats() or {}
+    return {"peak_mib": seen["peak_bytes_in_use"] / 2**20} if "peak_bytes_in_use" in seen else {}
 
 
 def work(c: Config, method: str, seed: int) -> Iterator[Evaluation]:
@@ -229,7 +242,7 @@ def work(c: Config, method: str, seed: int) -> Iterator[Evaluation]:
         done = int(state.step)
         seen = evaluate(c, state, data)
         epoch = done / batches.batches_per_epoch
-        yield Evaluation({"epoch": epoch, **seen, "ms": 1000 * seconds / done}, seconds)
+        yield Evaluation({"epoch": epoch, **seen, "ms": 1000 * seconds / done, **memory()}, seconds)
 
 
 def runs(c: Config) -> Iterator[Run]:
@@ -268,9 +281,9 @@ def timed(c: Timing) -> Iterator[dict[str, Any]]:
             state = jax.block_until_ready(onward(state, steps=c.steps).state)
             taken.append(time.perf_counter() - began)
         yield {
-            "method": method, "particles": c.particles, "conv": c.conv, "precision": c.precision,
+            "method": method, "particles": c.particles, "bayesian": c.bayesian, "conv": c.conv, "precision": c.precision,
             "ms": round(1000 * min(taken) / c.steps, 3), "compile_s": round(compiled, 1),
-            "device": jax.devices()[0].device_kind, "jax": jax.__version__,
+            "device": jax.devices()[0].device_kind, "jax": jax.__version__, **memory(),
         }  # fmt: skip
 
 

@@ -173,13 +173,6 @@ def network(shape: Shape) -> networks.Network:
     )
 
 
-@functools.cache
-def predictor(shape: Shape) -> Callable[[Any, Any], Any]:
-    """`apply` for px.predictive, on clouds (particles, carried)."""
-    apply = network(shape).apply
-    return lambda both, x: apply(both[0], x, both[1])
-
-
 def augmented(key: jax.Array, x: jax.Array, crop: int, cutout: int = 0) -> jax.Array:
     """Each image shifted by up to `crop` pixels, reflected where it ends, and half of them mirrored.
 

@@ -11,7 +11,7 @@ PAPER = {
 POINT = ("SGD", "RMSprop", "Adam")
 COLUMNS = [
     "method", "epochs", "paper, accuracy % (training loss)", "mixture, accuracy %", "single networks, accuracy %", "NLL", "Brier", "ECE",
-    "training NLL, single", "ms a step",
+    "training NLL, single", "ms a step", "memory, MiB",
 ]  # fmt: skip
 
 
@@ -19,10 +19,16 @@ def groups(found: list[dict]) -> dict[tuple[str, int], list[dict]]:
     """The records by method and number of epochs, methods in their first order."""
     by: dict[tuple[str, int], list[dict]] = {}
     for entry in found:
-        by.setdefault((entry["config"]["method"], entry["config"]["epochs"]), []).append(entry)
+        by.setdefault((label(entry["config"]), entry["config"]["epochs"]), []).append(entry)
     methods = list(dict.fromkeys(method for method, _ in by))
     order = sorted(by, key=lambda both: (methods.index(both[0]), both[1]))
     return {both: by[both] for both in order}
+
+
+def label(config: dict) -> str:
+    """The method, and which layers are particles if not all are."""
+    part = config.get("bayesian", "")
+    return f"{config['method']}, {part} alone" if part else config["method"]
 
 
 def paper(method: str) -> str:
@@ -45,6 +51,7 @@ def table(found: list[dict]) -> report.Rows:
             method, f"{number}", paper(method), f"{spread([m['accuracy'] for m in seen])}{what}",
             f"{mean['single_accuracy']:.2f} ±{mean['single_sd']:.2f}", f"{mean['nll']:.4f}", f"{mean['brier']:.4f}",
             f"{mean['ece']:.4f}", f"{mean['train_nll']:.4f}", f"{np.median([m['ms'] for m in seen]):.2f}",
+            f"{max(m['peak_mib'] for m in seen):.0f}" if "peak_mib" in seen[0] else "-",
         ])  # fmt: skip
     return rows
 

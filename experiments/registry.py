@@ -1,5 +1,6 @@
 """Every study by name, in the order of the paper."""
 
+from benchmarks import interaction
 from benchmarks import logistic as steptime
 from experiments import cifar, few, language, logistic, mnist, reference, sensitivity, toy, uci
 from experiments.study import Study
@@ -15,6 +16,7 @@ STUDIES: dict[str, Study] = {
         cifar.STUDY,
         language.STUDY,
         steptime.STUDY,
+        interaction.STUDY,
         reference.STUDY,
         few.STUDY,
         few.KERNELS,

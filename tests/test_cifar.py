@@ -199,6 +199,18 @@ def test_a_run_learns_and_is_repeatable():
     assert next(cifar.runs(c)).settings["widths"] == [8, 8, 8]
 
 
+def test_last_layers_alone_are_particles():
+    """The others are shared: the state has M of the named layers and one of all else, and learns."""
+    c = dataclasses.replace(TINY, epochs=8, batch=32, rate=1e-2, dropout=(0.0,) * 4, crop=0, bayesian="out")  # fmt: skip
+    _, state, _, _ = cifar.begun(c, "w-SGLD-B", 0)
+    assert px.networks.leaf_names(state.particles) == ["out/b", "out/w"]
+    assert state.shared.values["conv1"].shape == (3, 3, 3, 8)
+    (last,) = cifar.work(c, "w-SGLD-B", 0)
+    assert last.metrics["accuracy"] > 50
+    with pytest.raises(px.errors.OptionError, match="split names 'head'"):
+        cifar.begun(dataclasses.replace(c, bayesian="head"), "SVGD", 0)
+
+
 def test_held_out_images_are_not_trained_on():
     whole, part = cifar.pictures("synthetic"), cifar.pictures("synthetic", 100, 40)
     np.testing.assert_array_equal(part.train_images, whole.train_images[:100])
@@ -264,6 +276,10 @@ def test_tables():
     along = cifar_tables.epochs(found)
     assert along[0] == ["method", "epochs", "1/2", "2/2"]
     assert along[2] == ["Adam", "200", "80.00", "90.50"] and along[3][2] == "-"
+    part = entry("SVGD", 88.0)
+    part["config"]["bayesian"], part["metrics"]["peak_mib"] = "out", 812.3
+    assert cifar_tables.table([part])[1][0] == "SVGD, out alone"
+    assert cifar_tables.table([part])[1][-1] == "812"
     assert all(len(row) == len(rows[0]) for row in rows)
     assert len(cifar_tables.table([])) == len(cifar_tables.epochs([])) == 1
 

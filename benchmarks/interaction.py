@@ -1,0 +1,116 @@
+"""What interaction costs: a step of each particle method over a step of the same networks without interaction.
+
+python -m experiments run interaction                 # 784-400-400-10, M = 20, batches of 100, RMSprop: table 1's work
+python -m experiments run interaction --widths=800
+
+Each method is one compiled loop of steps, batches included; methods take turns, and a ratio is taken within a turn. The data are
+noise: time does not depend on them.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import particlax as px
+from benchmarks.logistic import times
+from experiments import mnist, report
+from experiments.study import Evaluation, Run, Study, Table
+
+ALONE = "RMSprop"
+METHODS = (ALONE, "SGLD", "SVGD", "w-SGLD", "w-SGLD-B", "pi-SGLD")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of the comparison."""
+
+    widths: tuple[int, ...] = (400, 800)
+    particles: int = 20
+    batch: int = 100
+    rows: int = 60_000
+    rounds: int = 11
+    turn: float = 0.3  # seconds
+    seeds: int = 1
+
+
+@eqx.filter_jit(donate="all-except-first")
+def advance(fixed: tuple[px.Flow, px.Minibatches], state: px.State, steps: jax.Array) -> px.State:
+    """So many steps, in a compiled loop."""
+    flow, batches = fixed
+    key = jax.random.key(0)
+    one = lambda _, now: flow.step(key, now, batches.batch(key, now.step))[0]
+    return jax.lax.fori_loop(0, steps, one, state)
+
+
+class Entrant:
+    """A method, warmed up, with the number of steps that fill a turn."""
+
+    def __init__(self, flow: px.Flow, particles: Any, batches: px.Minibatches, turn: float):
+        self.fixed, self.state, self.steps = (flow, batches), flow.init(particles), 3
+        self.seconds()
+        while (spent := self.seconds()) * self.steps < turn / 2:
+            self.steps = max(2 * self.steps, int(turn / spent))
+
+    def seconds(self) -> float:
+        """Seconds a step, over one turn."""
+        began = time.perf_counter()
+        self.state = jax.block_until_ready(advance(self.fixed, self.state, jnp.int32(self.steps)))
+        return (time.perf_counter() - began) / self.steps
+
+
+def one_pass(c: Config, width: int, seed: int) -> Iterator[Evaluation]:
+    """All methods, in turns; an evaluation for each."""
+    rng = np.random.default_rng(seed)
+    rows = {
+        "x": rng.uniform(size=(c.rows, 784)).astype(np.float32),
+        "y": rng.integers(0, 10, c.rows),
+    }
+    batches = px.Minibatches(rows, c.batch)
+    keys = jax.random.split(jax.random.key(seed), c.particles)
+    particles = jax.vmap(functools.partial(mnist.start, width))(keys)
+    flows = mnist.flows(mnist.Config(), width, c.rows)
+    entrants = {name: Entrant(flows[name](), particles, batches, c.turn) for name in METHODS}
+    taken = np.array([[e.seconds() for e in entrants.values()] for _ in range(c.rounds)])
+    for name, steps in zip(METHODS, taken.T, strict=True):
+        yield Evaluation({"method": name, **times(steps, taken[:, 0])}, float(steps.sum()))
+
+
+def runs(c: Config) -> Iterator[Run]:
+    """One pass per width and seed."""
+    settings = dataclasses.asdict(c)
+    for name in ("widths", "seeds"):
+        settings.pop(name)
+    for width in c.widths:
+        for seed in range(c.seeds):
+            todo = functools.partial(one_pass, c, width, seed)
+            yield Run({"width": width, **settings}, seed, todo)
+
+
+def table(found: list[dict]) -> report.Rows:
+    """By device and width: ms a step of each method, and its time over that of networks that do not interact."""
+    rows = [["device", "network", "method", "ms a step", "time over no interaction (deciles)"]]
+    for entry in found:
+        m, width = entry["metrics"], entry["config"]["width"]
+        ratio = f"{m['ratio']:.2f} ({m['ratio_low']:.2f} to {m['ratio_high']:.2f})"
+        name = f"{m['method']} (no interaction)" if m["method"] == ALONE else m["method"]
+        rows.append([entry["device"], f"784-{width}-{width}-10", name, f"{m['ms']:.3f}", ratio])
+    return rows
+
+
+STUDY = Study(
+    name="interaction",
+    title="What interaction costs, in steps of 20 networks",
+    paper="",
+    takes="2 minutes on an H200",
+    config=Config,
+    runs=runs,
+    tables={"interaction": Table("a step of each method, in one pass", table)},
+    smoke={"widths": (16,), "particles": 3, "rows": 500, "rounds": 2, "turn": 0.01},
+)
