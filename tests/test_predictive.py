@@ -23,13 +23,14 @@ def _without_hook():
     plain = importlib.import_module("particlax.predictive")
     errors = importlib.import_module("particlax.errors")
     history = importlib.import_module("particlax.run").History
+    engine = importlib.import_module("particlax.sweep")
     for name in [n for n in sys.modules if n.split(".")[0] == "particlax"]:
         del sys.modules[name]
     sys.modules.update(hooked)
-    return plain, errors, history
+    return plain, engine, errors, history
 
 
-plain, E, History = _without_hook()
+plain, engine, E, History = _without_hook()
 
 
 # ------------------------------------------------------- references: float64 loops from the formulas
@@ -737,7 +738,7 @@ BAD_LOGITS = {
 
 @pytest.mark.parametrize("name", BAD_LOGITS)
 def test_logits_of_the_wrong_shape(monkeypatch, name):
-    monkeypatch.setattr(plain, "_batch", None)  # nothing may be compiled
+    monkeypatch.setattr(engine, "_batch", None)  # nothing may be compiled
     apply, words = BAD_LOGITS[name]
     for call in (plain.categorical, functools.partial(plain.log_density, y=np.zeros(6, int))):
         with refused(E.TargetError, *words):
@@ -748,7 +749,7 @@ def test_logits_of_the_wrong_shape(monkeypatch, name):
     "apply", [lambda p, x: linear(p, x)[None], lambda p, x: linear(p, x)[0], lambda p, x: 0]
 )
 def test_means_of_the_wrong_shape(monkeypatch, apply):
-    monkeypatch.setattr(plain, "_batch", None)
+    monkeypatch.setattr(engine, "_batch", None)
     with refused(E.TargetError, "n = 6", r"means \[n\] or \[n, K\]"):
         plain.normal(apply, CLOUD, X, noise=1.0)
 
@@ -756,7 +757,7 @@ def test_means_of_the_wrong_shape(monkeypatch, apply):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
 def test_x_that_is_not_finite(monkeypatch, value, kind):
-    monkeypatch.setattr(plain, "_batch", None)
+    monkeypatch.setattr(engine, "_batch", None)
     x = np.ones((6, 3), np.float32)
     x[4, 1] = value
     with refused(E.DataError, "row 4 of x ", "not finite"):
@@ -821,7 +822,7 @@ def test_bad_noise(noise):
     ],
 )
 def test_bad_learned_noise(monkeypatch, noise):
-    monkeypatch.setattr(plain, "_batch", None)
+    monkeypatch.setattr(engine, "_batch", None)
     with refused(E.TargetError, "noise returned", "positive sd"):
         plain.normal(linear, CLOUD, X, noise=noise)
 
