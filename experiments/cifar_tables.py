@@ -6,29 +6,37 @@ from experiments import report
 
 PAPER = {
     "pi-SGLD": (89.52, 25.06), "w-SGLD": (88.80, 31.26), "SVGD": (88.72, 30.57),
-    "SGLD": (88.64, 28.52), "Adam": (86.76, 23.80),
+    "SGLD": (88.64, 28.52), "SGLD, cold": (88.64, 28.52), "Adam": (86.76, 23.80),
 }  # fmt: skip
 POINT = ("SGD", "RMSprop", "Adam")
+VARIED = ("optimizer", "prior", "dropout", "schedule", "activation", "particles")
 COLUMNS = [
-    "method", "epochs", "paper, accuracy % (training loss)", "mixture, accuracy %", "single networks, accuracy %", "NLL", "Brier", "ECE",
-    "training NLL, single", "ms a step", "memory, MiB",
+    "method", "epochs", "seeds", "paper, accuracy % (training loss)", "mixture, accuracy %", "single networks, accuracy %", "NLL", "Brier", "ECE",
+    "training NLL, single",
 ]  # fmt: skip
 
 
 def groups(found: list[dict]) -> dict[tuple[str, int], list[dict]]:
     """The records by method and number of epochs, methods in their first order."""
+    usual = {key: most([repr(entry["config"].get(key)) for entry in found]) for key in VARIED}
     by: dict[tuple[str, int], list[dict]] = {}
     for entry in found:
-        by.setdefault((label(entry["config"]), entry["config"]["epochs"]), []).append(entry)
+        by.setdefault((label(entry["config"], usual), entry["config"]["epochs"]), []).append(entry)
     methods = list(dict.fromkeys(method for method, _ in by))
     order = sorted(by, key=lambda both: (methods.index(both[0]), both[1]))
     return {both: by[both] for both in order}
 
 
-def label(config: dict) -> str:
-    """The method, and which layers are particles if not all are."""
+def most(values: list[str]) -> str:
+    """The most frequent one."""
+    return max(values, key=values.count, default="")
+
+
+def label(config: dict, usual: dict[str, str] | None = None) -> str:
+    """The method, which layers are particles if not all are, and settings that most records do not have."""
     part = config.get("bayesian", "")
-    return f"{config['method']}, {part} alone" if part else config["method"]
+    others = [f"{k} {config[k]}" for k, v in (usual or {}).items() if repr(config.get(k)) != v]
+    return ", ".join([config["method"], *([f"{part} alone"] if part else []), *others])
 
 
 def paper(method: str) -> str:
@@ -48,10 +56,9 @@ def table(found: list[dict]) -> report.Rows:
         mean = {key: float(np.mean([m[key] for m in seen])) for key in seen[0]}
         what = " (ensemble)" if method in POINT else ""
         rows.append([
-            method, f"{number}", paper(method), f"{spread([m['accuracy'] for m in seen])}{what}",
+            method, f"{number}", f"{len(here)}", paper(method), f"{spread([m['accuracy'] for m in seen])}{what}",
             f"{mean['single_accuracy']:.2f} ±{mean['single_sd']:.2f}", f"{mean['nll']:.4f}", f"{mean['brier']:.4f}",
-            f"{mean['ece']:.4f}", f"{mean['train_nll']:.4f}", f"{np.median([m['ms'] for m in seen]):.2f}",
-            f"{max(m['peak_mib'] for m in seen):.0f}" if "peak_mib" in seen[0] else "-",
+            f"{mean['ece']:.4f}", f"{mean['train_nll']:.4f}",
         ])  # fmt: skip
     return rows
 
@@ -72,4 +79,16 @@ def epochs(found: list[dict]) -> report.Rows:
         cells = [(place, parts) for place in range(1, parts + 1)]
         shown = [f"{np.mean(by[cell]):.2f}" if cell in by else "-" for cell in cells]
         rows.append([method, f"{number}", *shown])
+    return rows
+
+
+def times(found: list[dict]) -> report.Rows:
+    """By method and layers: ms a step, beside Adam's, and memory."""
+    rows = [["method", "ms a step", "of Adam's", "memory, MiB", "compilation, s", "device"]]
+    base = [e["metrics"]["ms"] for e in found if label(e["config"]) == "Adam"]
+    for entry in found:
+        m = entry["metrics"]
+        ratio = f"{m['ms'] / base[0]:.2f}" if base else "-"
+        peak = f"{m['peak_mib']:.0f}" if "peak_mib" in m else "-"
+        rows.append([label(entry["config"]), f"{m['ms']:.2f}", ratio, peak, f"{m['compile_s']:.0f}", entry["device"]])  # fmt: skip
     return rows

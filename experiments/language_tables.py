@@ -53,7 +53,7 @@ def table(found: list[dict], name: str) -> report.Rows:
     Without a name, of all corpora that have no table of their own.
     """
     rows = [[
-        "method", "paper", "mixture", "single networks", "validation, mixture", "validation, single", "best epoch", "seconds", "ms a step",
+        "method", "paper", "mixture", "single networks", "validation, mixture", "validation, single", "best epoch",
     ]]  # fmt: skip
     fits = lambda corpus: corpus == name if name else corpus not in TITLES
     here = [
@@ -70,6 +70,6 @@ def table(found: list[dict], name: str) -> report.Rows:
         rows.append([
             method, "-" if paper is None else f"{paper:.2f}", f"{mean['test']:.2f}{spread}{what}",
             f"{mean['single_test']:.2f} ±{mean['single_test_sd']:.2f}", f"{mean['valid']:.2f}", f"{mean['single_valid']:.2f}",
-            f"{mean['epoch']:.1f}", f"{np.median([r['seconds'] for r in mine]):.0f}", f"{mean['ms']:.1f}",
+            f"{mean['epoch']:.1f}",
         ])  # fmt: skip
     return rows

@@ -2,7 +2,18 @@
 
 from benchmarks import interaction
 from benchmarks import logistic as steptime
-from experiments import cifar, few, language, logistic, mnist, reference, sensitivity, toy, uci
+from experiments import (
+    cifar,
+    cifar_time,
+    few,
+    language,
+    logistic,
+    mnist,
+    reference,
+    sensitivity,
+    toy,
+    uci,
+)
 from experiments.study import Study
 
 STUDIES: dict[str, Study] = {
@@ -14,6 +25,7 @@ STUDIES: dict[str, Study] = {
         sensitivity.STUDY,
         mnist.STUDY,
         cifar.STUDY,
+        cifar_time.STUDY,
         language.STUDY,
         steptime.STUDY,
         interaction.STUDY,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import particlax as px
-from experiments import cifar, cifar_tables, config, datasets
+from experiments import cifar, cifar_tables, cifar_time, config, datasets
 from experiments import cifar_network as net
 
 TINY = cifar.Config(
@@ -243,7 +243,7 @@ def test_priors_by_layer():
         ({"conv": "fft"}, "expected patches or conv"),
         ({"precision": "float16"}, "expected bfloat16 or float32"),
         ({"optimizer": "lion"}, "expected adam or rmsprop or sgd"),
-        ({"data": "cifar100"}, "expected cifar10 or synthetic"),
+        ({"data": "cifar100"}, "expected cifar10 or synthetic or noise"),
         ({"dropout": (0.1, 0.2)}, "expected 4 rates"),
         ({"dropout": (0.1, 0.2, 0.3, 1.0)}, "expected 4 rates"),
         ({"prior": "dense=much"}, "expected variances"),
@@ -271,23 +271,39 @@ def test_tables():
     ]  # fmt: skip
     rows = cifar_tables.table(found)
     assert [row[:2] for row in rows[1:]] == [["Adam", "60"], ["Adam", "200"], ["pi-SGLD, blob", "200"]]  # fmt: skip
-    assert rows[2][2:5] == ["86.76 (23.80; one network)", "90.50 ±0.50 (ensemble)", "89.50 ±0.20"]
-    assert rows[3][2:4] == ["-", "92.00"]
+    assert rows[2][2:6] == [
+        "2",
+        "86.76 (23.80; one network)",
+        "90.50 ±0.50 (ensemble)",
+        "89.50 ±0.20",
+    ]
+    assert rows[3][2:5] == ["1", "-", "92.00"]
     along = cifar_tables.epochs(found)
     assert along[0] == ["method", "epochs", "1/2", "2/2"]
     assert along[2] == ["Adam", "200", "80.00", "90.50"] and along[3][2] == "-"
     part = entry("SVGD", 88.0)
-    part["config"]["bayesian"], part["metrics"]["peak_mib"] = "out", 812.3
+    part["config"]["bayesian"] = "out"
     assert cifar_tables.table([part])[1][0] == "SVGD, out alone"
-    assert cifar_tables.table([part])[1][-1] == "812"
+    odd = entry("Adam", 70.0)
+    odd["config"]["prior"] = "9"
+    names = [row[0] for row in cifar_tables.table([*found, odd])]
+    assert names == ["method", "Adam", "Adam", "pi-SGLD, blob", "Adam, prior 9"]
     assert all(len(row) == len(rows[0]) for row in rows)
     assert len(cifar_tables.table([])) == len(cifar_tables.epochs([])) == 1
 
 
 def test_times():
-    c = cifar.Timing(**dataclasses.asdict(TINY) | {"methods": "SGD"}, steps=2)
-    (line,) = cifar.timed(c)
-    assert line["method"] == "SGD" and line["ms"] > 0
+    """In a process of its own; beside Adam's."""
+    smoke = dataclasses.replace(cifar_time.Config(), **cifar_time.STUDY.smoke)
+    whole, part = cifar_time.runs(smoke)
+    assert (whole.settings["bayesian"], part.settings["bayesian"]) == ("", "out")
+    (seen,) = whole.work()
+    assert seen.metrics["ms"] > 0 and seen.metrics["compile_s"] > 0
+    found = [
+        {"config": {"method": name, "bayesian": ""}, "metrics": {"ms": ms, "compile_s": 9.0}, "device": "gpu"}
+        for name, ms in (("Adam", 2.0), ("SVGD", 3.0))
+    ]  # fmt: skip
+    assert cifar_tables.times(found)[2] == ["SVGD", "3.00", "1.50", "-", "9", "gpu"]
 
 
 def test_real_images():
