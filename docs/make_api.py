@@ -21,6 +21,7 @@ LAYERS = [
     "skinny",
     "formula",
     "fused",
+    "radix",
     "selection",
     "pairwise",
     "kernels",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-__all__ = ["Formula", "Scaled", "evaluate", "trace"]
+__all__ = ["Formula", "Scaled", "evaluate", "function", "trace"]
 
 CALLS = {
     "jit": "jaxpr",
@@ -91,7 +91,20 @@ def evaluate(
     formula: Formula, args: Sequence[Any], exp2: Callable[[Any], Any] = jnp.exp2
 ) -> list[Scaled]:
     """The formula's results on tiles of any shapes that go together."""
-    return _run(formula.jaxpr, [Scaled(c) for c in formula.consts], [Scaled(1.0, a) for a in args], exp2)
+    return _run(
+        formula.jaxpr, [Scaled(c) for c in formula.consts], [Scaled(1.0, a) for a in args], exp2
+    )
+
+
+def function(formula: Formula) -> Callable[..., Any]:
+    """The formula as an elementwise function again: of one result, or a tuple of them."""
+
+    def call(*args: Array) -> Any:
+        shape = jnp.broadcast_shapes(*[a.shape for a in args])
+        found = [jnp.broadcast_to(out.array(), shape) for out in evaluate(formula, args)]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    return call
 
 
 def _run(jaxpr: Any, consts: Sequence[Scaled], args: Sequence[Scaled], exp2: Any) -> list[Scaled]:
@@ -110,29 +123,37 @@ def _run(jaxpr: Any, consts: Sequence[Scaled], args: Sequence[Scaled], exp2: Any
 
 
 def _apply(eqn: Any, name: str, values: list[Scaled], exp2: Any) -> Scaled:
-    first, last = values[0], values[-1]
+    first = values[0]
     if name in SAME:
         return first
-    if name == "neg":
-        return Scaled(-first.factor, first.tile)
-    if name == "mul":
-        if first.tile is not None and last.tile is not None:
-            first, last = first.settled(), last.settled()
-            return Scaled(_times(first.factor, last.factor), first.tile * last.tile)
-        return Scaled(_times(first.factor, last.factor), last.tile if first.tile is None else first.tile)
-    if name == "div" and last.tile is None:
-        return Scaled(first.factor / last.factor, first.tile)
     if name in ("exp", "exp2") and first.tile is not None:
         rate = first.factor * math.log2(math.e) if name == "exp" else first.factor
         return Scaled(1.0, exp2(Scaled(rate, first.tile).array()))
-    if name in ("add", "add_any", "sub") and first.tile is last.tile and first.tile is not None:
-        sign = -1 if name == "sub" else 1
-        return Scaled(first.factor + sign * last.factor, first.tile)
-    return _general(eqn, values)
+    carried = _carried(name, first, values[-1])
+    return _general(eqn, values) if carried is None else carried
+
+
+def _carried(name: str, a: Scaled, b: Scaled) -> Scaled | None:
+    """Operations that leave factors outside."""
+    tile = b.tile if a.tile is None else a.tile
+    if name == "neg":
+        return Scaled(-a.factor, a.tile)
+    if name == "mul" and (a.tile is None or b.tile is None):
+        return Scaled(_times(a.factor, b.factor), tile)
+    if name == "mul":
+        a, b = a.settled(), b.settled()
+        return Scaled(_times(a.factor, b.factor), a.tile * b.tile)
+    if name == "div" and b.tile is None:
+        return Scaled(a.factor / b.factor, tile)
+    if name in ("add", "add_any", "sub") and a.tile is b.tile is not None:
+        return Scaled(a.factor - b.factor if name == "sub" else a.factor + b.factor, tile)
+    return None
 
 
 def _general(eqn: Any, values: list[Scaled]) -> Scaled:
-    arrays = [jnp.asarray(v.array(), var.aval.dtype) for v, var in zip(values, eqn.invars, strict=True)]
+    arrays = [
+        jnp.asarray(v.array(), var.aval.dtype) for v, var in zip(values, eqn.invars, strict=True)
+    ]
     shape = jnp.broadcast_shapes(*[a.shape for a in arrays])
     result = eqn.primitive.bind(*[jnp.broadcast_to(a, shape) for a in arrays], **eqn.params)
     return Scaled(result) if shape == () else Scaled(1.0, result)
