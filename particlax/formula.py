@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-__all__ = ["Formula", "Scaled", "evaluate", "function", "trace"]
+__all__ = ["Formula", "Instructions", "Scaled", "evaluate", "function", "trace"]
 
 CALLS = {
     "jit": "jaxpr",
@@ -87,12 +87,19 @@ def _known(jaxpr: Any) -> bool:
     return all(var.aval.shape == () for var in jaxpr.outvars)
 
 
+class Instructions(NamedTuple):
+    """What a kernel has words of its own for."""
+
+    exp2: Callable[[Any], Any] = jnp.exp2
+    fma: Callable[[Any, Any, Any], Any] = lambda a, b, c: a * b + c
+
+
 def evaluate(
-    formula: Formula, args: Sequence[Any], exp2: Callable[[Any], Any] = jnp.exp2
+    formula: Formula, args: Sequence[Any], how: Instructions = Instructions()
 ) -> list[Scaled]:
     """The formula's results on tiles of any shapes that go together."""
     return _run(
-        formula.jaxpr, [Scaled(c) for c in formula.consts], [Scaled(1.0, a) for a in args], exp2
+        formula.jaxpr, [Scaled(c) for c in formula.consts], [Scaled(1.0, a) for a in args], how
     )
 
 
@@ -107,7 +114,9 @@ def function(formula: Formula) -> Callable[..., Any]:
     return call
 
 
-def _run(jaxpr: Any, consts: Sequence[Scaled], args: Sequence[Scaled], exp2: Any) -> list[Scaled]:
+def _run(
+    jaxpr: Any, consts: Sequence[Scaled], args: Sequence[Scaled], how: Instructions
+) -> list[Scaled]:
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read = lambda var: Scaled(_plain(var.val)) if hasattr(var, "val") else known[var]
     for eqn in jaxpr.eqns:
@@ -115,22 +124,39 @@ def _run(jaxpr: Any, consts: Sequence[Scaled], args: Sequence[Scaled], exp2: Any
         name = eqn.primitive.name
         if name in CALLS:
             inner = eqn.params[CALLS[name]]
-            results = _run(getattr(inner, "jaxpr", inner), (), values, exp2)
+            results = _run(getattr(inner, "jaxpr", inner), (), values, how)
         else:
-            results = [_apply(eqn, name, values, exp2)]
+            results = [_apply(eqn, name, values, how)]
         known.update(zip(eqn.outvars, results, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
 
-def _apply(eqn: Any, name: str, values: list[Scaled], exp2: Any) -> Scaled:
+def _apply(eqn: Any, name: str, values: list[Scaled], how: Instructions) -> Scaled:
     first = values[0]
     if name in SAME:
         return first
     if name in ("exp", "exp2") and first.tile is not None:
         rate = first.factor * math.log2(math.e) if name == "exp" else first.factor
-        return Scaled(1.0, exp2(Scaled(rate, first.tile).array()))
+        return Scaled(1.0, how.exp2(Scaled(rate, first.tile).array()))
     carried = _carried(name, first, values[-1])
-    return _general(eqn, values) if carried is None else carried
+    if carried is not None:
+        return carried
+    if name in ("add", "add_any", "sub"):
+        return _sum(
+            first, Scaled(-values[1].factor, values[1].tile) if name == "sub" else values[1], how
+        )
+    return _general(eqn, values)
+
+
+def _sum(a: Scaled, b: Scaled, how: Instructions) -> Scaled:
+    """a + b, at once with the product of a factor and its tile if there is one."""
+    if a.tile is None or _is(a.factor, 1.0):
+        a, b = b, a
+    if a.tile is None:
+        return Scaled(a.factor + b.factor)
+    if _is(a.factor, 1.0):
+        return Scaled(1.0, a.tile + b.array())
+    return Scaled(1.0, how.fma(a.tile, a.factor, b.array()))
 
 
 def _carried(name: str, a: Scaled, b: Scaled) -> Scaled | None:

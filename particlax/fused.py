@@ -1,7 +1,7 @@
 """Sums over all pairs of a large cloud on a GPU: one kernel that keeps every tile of the M x N matrix in registers.
 
-A program owns some rows and runs over columns. Up to `DIRECT_DIM` coordinates distances come from differences, and a tile lies
-with its columns in one thread, so that the sum over them is a chain of additions. Above, distances and sums are products of
+A program owns some rows and runs over columns. Up to `DIRECT_DIM` coordinates distances come from differences, and every place of
+a tile has a sum of its own: threads add up only at the end. Above, distances and sums are products of
 matrices on tensor cores, of numbers in two halves so that nothing of float32 is lost (`gpu.halves`).
 
 The caller's function of the distances is traced into the kernel (`formula`). Columns are padded with copies of the last point
@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from particlax import gpu
-from particlax.formula import Formula, Scaled, evaluate
+from particlax.formula import Formula, Instructions, Scaled, evaluate
 
 __all__ = ["Pairs", "interact", "logsumexp", "squares", "suits", "total"]
 
@@ -43,7 +43,13 @@ class Tile(NamedTuple):
     warps: int
 
 
-DIRECT, MATRIX = Tile(512, 16, 4), Tile(64, 64, 4)
+TILES = {
+    4: Tile(512, 4, 4),
+    DIRECT_DIM: Tile(256, 4, 4),
+    16: Tile(128, 64, 4),
+    MOST_DIM: Tile(128, 64, 8),
+}
+"""Tiles by the largest D that they are for."""
 
 
 class Sum(NamedTuple):
@@ -145,7 +151,8 @@ def _launch(formula: Formula, pairs: Pairs, wanted: list[Sum]) -> Any:
     """(product, mass) for every sum that is wanted; if none is, maxima and masses of the exponentials by split."""
     direct = pairs.x.shape[1] <= DIRECT_DIM
     num = len(pairs.y)
-    plan = _plan(DIRECT if direct else MATRIX, len(pairs.x), num, RUN if wanted else num + RUN)
+    tile = next(tile for dim, tile in TILES.items() if pairs.x.shape[1] <= dim)
+    plan = _plan(tile, len(pairs.x), num, RUN if wanted else num + RUN)
     # The last column: mass for sums, what is added to a logarithm else.
     inside, outside = (1.0, 0.0) if wanted else (0.0, -jnp.inf)
     mass = jnp.where(jnp.arange(plan.cols) < num, inside, outside)
@@ -165,27 +172,29 @@ def _longer(a: Array, size: int, mode: str = "edge") -> Array:
     return jnp.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1), mode=mode)
 
 
-def _loop(plan: Plan, step: Callable[[Any, Any], Any], zero: tuple[Array, ...]) -> Any:
-    """step(first column, sums) over a program's columns, block by block."""
+def _loop(
+    plan: Plan, step: Callable[[Any, Any], Any], zero: tuple[Array, ...], settle: Any = lambda a: a
+) -> Any:
+    """step(first column, sums) over a program's columns, block by block; a block's sums are settled, then added."""
     from jax.experimental import pallas as pl
 
     split = pl.program_id(1)
 
     def block(k: Any) -> Any:
         begin = (split * plan.blocks + k) * plan.run
-        return lax.fori_loop(
-            0, plan.run, lambda t, sums: step((begin + t) * plan.tile.cols, sums), zero
-        )
+        turn = lambda t, sums: step((begin + t) * plan.tile.cols, sums)
+        return tuple(settle(a) for a in lax.fori_loop(0, plan.run, turn, zero))
 
     if plan.blocks == 1:
         return block(0)
-    return lax.fori_loop(0, plan.blocks, lambda k, sums: _add(sums, block(k)), zero)
+    start = tuple(jnp.zeros_like(settle(a)) for a in zero)
+    return lax.fori_loop(0, plan.blocks, lambda k, sums: _add(sums, block(k)), start)
 
 
 def _results(jaxpr: Any, const_ref: Any, args: list[Array]) -> list[Scaled]:
     """The formula's results inside a kernel."""
     consts = [const_ref[k] for k in range(len(jaxpr.constvars))]
-    return evaluate(Formula(jaxpr, consts), args, gpu.exp2)
+    return evaluate(Formula(jaxpr, consts), args, Instructions(gpu.exp2, gpu.fma))
 
 
 def _tiles(results: list[Scaled], shape: tuple[int, ...]) -> list[Array]:
@@ -206,9 +215,9 @@ def _add(sums: Sequence[Array], more: Sequence[Array]) -> tuple[Array, ...]:
     return tuple(a + b for a, b in zip(sums, more, strict=True))
 
 
-def _zeros(plan: Plan, wanted: Any, count: int) -> tuple[Array, ...]:
-    zero = jnp.zeros(plan.tile.rows)
-    return (zero,) * count if wanted else (jnp.full_like(zero, LOWEST), zero)
+def _nothing(plan: Plan) -> tuple[Array, Array]:
+    """The logarithm of no exponentials."""
+    return jnp.full(plan.tile.rows, LOWEST), jnp.zeros(plan.tile.rows)
 
 
 # --------------------------------------------------------------------------------------------------- few coordinates
@@ -216,8 +225,11 @@ def _zeros(plan: Plan, wanted: Any, count: int) -> tuple[Array, ...]:
 
 def squares(x: Sequence[Array], y: Sequence[Array]) -> Array:
     """Squared distances from lists of coordinates."""
-    terms = [(a - b) * (a - b) for a, b in zip(x, y, strict=True)]
-    return sum(terms[1:], terms[0])
+    gaps = [a - b for a, b in zip(x, y, strict=True)]
+    r2 = gaps[0] * gaps[0]
+    for gap in gaps[1:]:
+        r2 = gpu.fma(gap, gap, r2)
+    return r2
 
 
 def _direct_body(
@@ -246,9 +258,11 @@ def _direct_body(
         if not terms:
             return _lift(results[0], cols[-1], sums, 0)
         tiles = _tiles(results, r2.shape)
-        return _add(sums, [jnp.sum(tiles[k] * cols[c], 0) for k, c in terms])
+        return tuple(gpu.fma(tiles[k], cols[c], a) for a, (k, c) in zip(sums, terms, strict=True))
 
-    for k, found in enumerate(_loop(plan, step, _zeros(plan, terms, len(terms)))):
+    zero = (jnp.zeros((plan.tile.cols, plan.tile.rows)),) * len(terms) or _nothing(plan)
+    settle = (lambda a: jnp.sum(a, 0)) if terms else (lambda a: a)
+    for k, found in enumerate(_loop(plan, step, zero, settle)):
         out_ref[pl.program_id(1), k, own] = found
 
 
@@ -309,25 +323,25 @@ def _matrix_body(
         part = pl.ds(begin, plan.tile.cols)
         cols = [col_ref[k, part][None, :] for k in range(col_ref.shape[0])]
         product = gpu.exact(x, (y_ref[0, part, :].T, y_ref[1, part, :].T))
-        r2 = jnp.maximum(rows[0] + cols[0] - 2 * product, 0)
+        r2 = jnp.maximum(gpu.fma(product, -2.0, rows[0] + cols[0]), 0)
         results = _results(jaxpr, const_ref, [r2, *rows[1:], *cols[1:-1]])
         if not sums[0]:
             return _lift(results[0], cols[-1], carry, 1)
         tiles = _tiles(results, r2.shape)
-        found = [jnp.sum(tiles[k] * cols[-1], 1) for k in sums[0]]
+        masses = [jnp.sum(tiles[k] * cols[-1], 1) for k in sums[0]]
         # A tensor core cuts off what it adds, which tells in long sums: times 1, an ordinary addition is left outside.
         one = jnp.minimum(begin + 1, 1).astype(jnp.float32)
-        for k, ref in zip(sums[1], u_refs, strict=True):
-            u = ref[0, part, :], ref[1, part, :]
-            found.append(one * gpu.exact(gpu.halves(tiles[k]), u))
-        return _add(carry, found)
+        products = []
+        for k, ref, before in zip(sums[1], u_refs, carry[len(masses) :], strict=True):
+            product = gpu.exact(gpu.halves(tiles[k]), (ref[0, part, :], ref[1, part, :]))
+            products.append(gpu.fma(product, one, before))
+        return *_add(carry[: len(masses)], masses), *products
 
-    masses = mass_ref.shape[1]
-    zero = (jnp.zeros((plan.tile.rows, x_ref.shape[1])),) * count
-    found = _loop(plan, step, _zeros(plan, sums[0], masses) + zero)
-    for k in range(masses):
+    zero = (jnp.zeros(plan.tile.rows),) * len(sums[0]) or _nothing(plan)
+    found = _loop(plan, step, zero + (jnp.zeros((plan.tile.rows, x_ref.shape[1])),) * count)
+    for k in range(len(zero)):
         mass_ref[split, k, own] = found[k]
-    for ref, product in zip(product_refs, found[masses:], strict=True):
+    for ref, product in zip(product_refs, found[len(zero) :], strict=True):
         ref[split, own, :] = product
 
 

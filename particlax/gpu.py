@@ -13,10 +13,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-__all__ = ["choose", "differentiable", "dot", "exact", "exp2", "halves", "launch", "one_at"]
+__all__ = [
+    "choose",
+    "differentiable",
+    "dot",
+    "exact",
+    "exp2",
+    "fma",
+    "halves",
+    "launch",
+    "one_at",
+    "possible",
+]
 
 MODE: str | None = None
-"""For tests: "interpret" runs the kernels' bodies anywhere."""
+"""For tests and comparisons: "interpret" runs the kernels' bodies anywhere, "plain" runs none."""
 
 
 @functools.cache
@@ -32,7 +43,9 @@ def _triton() -> bool:
 
 def possible() -> bool:
     """Whether a fused kernel could run at all, so that preparations for it pay."""
-    return MODE == "interpret" or (jax.default_backend() == "gpu" and _triton())
+    if MODE is not None:
+        return MODE == "interpret"
+    return jax.default_backend() == "gpu" and _triton()
 
 
 def choose(fits: bool, fused: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
@@ -74,20 +87,32 @@ def launch(
     )(*args)
 
 
-def _instruction(code: str, constraints: str, x: Array) -> Array:
+def _instruction(code: str, constraints: str, *args: Any) -> Array:
     from jax.experimental.pallas import triton
 
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shape = jnp.broadcast_shapes(*[jnp.shape(a) for a in args])
+    kind = args[0].dtype
     return triton.elementwise_inline_asm(
-        code, args=[x], constraints=constraints, pack=1, result_shape_dtypes=[shape]
+        code,
+        args=[jnp.broadcast_to(jnp.asarray(a, kind), shape) for a in args],
+        constraints=constraints,
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, kind)],
     )[0]
 
 
 def exp2(x: Array) -> Array:
-    """2^x by the GPU's own instruction: relative error 2e-7, zero below 2^-126; exp of XLA takes ten."""
+    """2^x by the GPU's own instruction: relative error 2e-7, zero below 2^-126. `jnp.exp2` would take four."""
     if MODE == "interpret":
         return jnp.exp2(x)
     return _instruction("ex2.approx.ftz.f32 $0, $1;", "=f,f", x)
+
+
+def fma(a: Array, b: Any, c: Any) -> Array:
+    """a * b + c, rounded once. XLA compiles kernels so that products and sums are never fused unless it is said."""
+    if MODE == "interpret":
+        return a * b + c
+    return _instruction("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c)
 
 
 def one_at(place: Array) -> Array:

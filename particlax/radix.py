@@ -26,10 +26,10 @@ __all__ = ["middle", "suits"]
 
 LEAST = 1024
 """Fewest particles for which the kernel pays."""
-BLOCK, COLS, WARPS = 128, 8, 2
-"""Particles in a block of the triangle (a field of 8 bits counts as many), columns at a time (a field of 4 bits), warps."""
-STRIDE = 16
-"""Programs that share a row of blocks."""
+BLOCK, COLS = 64, 8
+"""Particles in a block of the triangle (a field of 8 bits counts as many), and columns at a time (a field of 4 bits)."""
+PROGRAMS, MOST = 2112, 7
+"""Programs of one warp to aim at, 16 for each processor of an H100; and blocks of a program whose counts fit 16 bits."""
 DIGITS = 16
 PLACES = (0, 2, 1, 3, 8, 10, 9, 11)
 """The first digit that each of the widest words counts; its other half counts the fourth after."""
@@ -61,20 +61,26 @@ def middle(x: Float[Array, "M D"], rank: Any) -> tuple[Float[Array, ""], Float[A
     return values[0], values[1]
 
 
+def _grid(blocks: int) -> tuple[int, int]:
+    """Pairs of rows of the triangle, the p-th and the p-th last, which together have blocks + 1; programs for each."""
+    pairs = math.ceil(blocks / 2)
+    return pairs, min(blocks + 1, max(PROGRAMS // pairs, math.ceil((blocks + 1) / MOST)))
+
+
 @functools.partial(jax.jit, static_argnames="last")
 def _pass(x: Array, state: Array, table: Array, *, last: bool) -> tuple[Array, Array]:
     """The table with the counts of one more pass, and what was known before it."""
     blocks = x.shape[1] // BLOCK
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (table, state)]
     kernel = functools.partial(_body, blocks=blocks, last=last)
-    grid = (blocks, min(STRIDE, blocks))
-    return gpu.launch(kernel, shapes, grid, x, state, table, warps=WARPS, stages=1, aliases={2: 0})
+    args = (x, state, table)
+    return gpu.launch(kernel, shapes, _grid(blocks), *args, warps=1, stages=1, aliases={2: 0})
 
 
 def _body(
     x_ref: Any, state_ref: Any, _: Any, table_ref: Any, new_ref: Any, *, blocks: int, last: bool
 ) -> None:
-    """A row of blocks of the triangle, every STRIDE-th of them."""
+    """Some blocks of a pair of rows of the triangle."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -82,32 +88,36 @@ def _body(
     known, need, shift = _advance(known, need, shift, _counts(table_ref[number, :]))
     for k, value in enumerate((known, need, shift, number + 1)):
         new_ref[k] = value
-    own, first, stride = pl.program_id(0), pl.program_id(1), min(STRIDE, blocks)
+    pair, first, stride = pl.program_id(0), pl.program_id(1), _grid(blocks)[1]
     load = lambda start, size: [x_ref[d, pl.ds(start, size)] for d in range(x_ref.shape[0])]
-    rows = [a[None, :] for a in load(own * BLOCK, BLOCK)]
     zero = jnp.zeros(BLOCK, jnp.int32)
 
     def block(k: Any, carry: Any) -> Any:
-        other = own + first + k * stride
+        place = first + k * stride
+        beyond = jnp.maximum(place - (blocks - pair - 1), 0)  # in the second row of the pair
+        row = jnp.where(beyond > 0, blocks - 1 - pair, pair)
+        col = jnp.where(beyond > 0, row + beyond - 1, pair + place)
+        rows = [a[None, :] for a in load(row * BLOCK, BLOCK)]
 
         def step(t: Any, carry: Any) -> Any:
-            r2 = squares(rows, [a[:, None] for a in load(other * BLOCK + t * COLS, COLS)])
+            r2 = squares(rows, [a[:, None] for a in load(col * BLOCK + t * COLS, COLS)])
             bits = lax.bitcast_convert_type(r2, jnp.int32)
             words = _last_bits(bits, known) if last else _digits(bits, known, shift)
             *fields, after = carry
             fields = _add(fields, [a for word in words for a in _parts(word, 4, 0x0F0F0F0F)])
             if last:
-                beyond = jnp.where(bits - known >= 8, r2, jnp.inf)
-                after = jnp.minimum(after, jnp.min(beyond, 0))
+                larger = jnp.where(bits - known >= 8, r2, jnp.inf)
+                after = jnp.minimum(after, jnp.min(larger, 0))
             return *fields, after
 
         *fields, after = lax.fori_loop(0, BLOCK // COLS, step, (*(zero,) * 4, carry[-1]))
         # A block off the diagonal stands for its mirror image as well.
-        weight = jnp.minimum(other - own + 1, 2)
+        weight = jnp.minimum(col - row + 1, 2)
         wider = [weight * a for word in fields for a in _parts(word, 8, 0x00FF00FF)]
         return *_add(carry[:-1], wider), after
 
-    steps = jnp.maximum((blocks - own - first + stride - 1) // stride, 0)
+    size = jnp.where(2 * pair == blocks - 1, blocks - pair, blocks + 1)  # a middle row has no other
+    steps = jnp.maximum((size - first + stride - 1) // stride, 0)
     start = (*(zero,) * 8, jnp.full(BLOCK, jnp.inf))
     *fields, after = lax.fori_loop(0, steps, block, start)
     triton.atomic_add(table_ref, (number + 1, pl.ds(0, 2 * DIGITS)), _floats(fields))
@@ -133,8 +143,8 @@ def _floats(fields: Sequence[Array]) -> Array:
     place = lax.broadcasted_iota(jnp.int32, (2 * DIGITS,), 0)
     row = jnp.zeros_like(place)
     for digit, word in zip(PLACES, fields, strict=True):
-        for half, counted in enumerate(_parts(word, 16, 0xFFFF)):
-            row = jnp.where(place & (DIGITS - 1) == digit + 4 * half, jnp.sum(counted), row)
+        for half, counted in enumerate(_parts(jnp.sum(word), 16, 0xFFFF)):
+            row = jnp.where(place & (DIGITS - 1) == digit + 4 * half, counted, row)
     return jnp.where(place < DIGITS, row & 2047, row >> 11).astype(jnp.float32)
 
 
@@ -152,9 +162,9 @@ def _digits(bits: Array, known: Array, shift: Array) -> list[Array]:
 
     Entries that do not begin with the bits known differ from them above the digit, and so have no place in a word.
     """
-    right = lambda a: lax.shift_right_logical(a, jnp.broadcast_to(shift - 2, a.shape))
-    place = right(bits) ^ right(known)
-    return [jnp.sum(gpu.one_at((place ^ first) & jnp.int32(-4)), 0) for first in (0, 32)]
+    right = lambda a: lax.shift_right_logical(a, jnp.broadcast_to(shift, a.shape))
+    digit = right(bits) ^ right(known)
+    return [jnp.sum(gpu.one_at(4 * digit - first), 0) for first in (0, 32)]
 
 
 def _last_bits(bits: Array, known: Array) -> list[Array]:

@@ -18,13 +18,13 @@ def kernel(monkeypatch):
     """Every sum goes through the kernels, on tiles so small that every loop turns more than once."""
     monkeypatch.setattr(gpu, "MODE", "interpret")
     monkeypatch.setattr(fused, "LEAST", 1)
-    monkeypatch.setattr(fused, "DIRECT", fused.Tile(16, 4, 4))
-    monkeypatch.setattr(fused, "MATRIX", fused.Tile(16, 8, 4))
+    monkeypatch.setattr(fused, "TILES", {8: fused.Tile(16, 4, 4), 64: fused.Tile(16, 8, 4)})
     monkeypatch.setattr(fused, "PROGRAMS", 6)
     monkeypatch.setattr(fused, "RUN", 16)
     monkeypatch.setattr(radix, "LEAST", 1)
     monkeypatch.setattr(radix, "BLOCK", 16)
-    monkeypatch.setattr(radix, "STRIDE", 2)
+    monkeypatch.setattr(radix, "PROGRAMS", 2)
+    monkeypatch.setattr(radix, "MOST", 3)
 
 
 def relative(found, truth):
