@@ -27,7 +27,7 @@ from particlax import gpu, pairwise
 from particlax.terms import Cloud, Frame
 
 EXPONENTIALS, FLOPS = 4e12, 67e12
-PARTS = ("sizes", "dims", "terms", "median", "step")
+PARTS = ("step", "median", "sizes", "dims", "terms")
 PLAIN_MOST = 1 << 17
 """Largest cloud for which plain XLA is timed as well."""
 Row = dict[str, Any]
@@ -71,11 +71,13 @@ def mebibytes(compiled: Any) -> float:
     return sum(parts) / 2**20
 
 
-def measured(what: str, function: Any, x: jax.Array, truth: Any = None) -> Iterator[Row]:
-    """A row for the kernel and, for clouds that are not too large, one for plain XLA."""
+def measured(
+    what: str, function: Any, x: jax.Array, truth: Any = None, most: int = PLAIN_MOST
+) -> Iterator[Row]:
+    """A row for the kernel and, for at most so many particles, one for plain XLA."""
     num, dim = x.shape
     limit = min(EXPONENTIALS, FLOPS / (4 * dim))
-    for path in ("fused", "plain") if num <= PLAIN_MOST else ("fused",):
+    for path in ("fused", "plain") if num <= most else ("fused",):
         gpu.MODE = None if path == "fused" else "plain"
         fresh = functools.partial(function)  # the mode is read while tracing
         spent = seconds(looped(fresh, x))
@@ -93,13 +95,13 @@ def measured(what: str, function: Any, x: jax.Array, truth: Any = None) -> Itera
 
 def stein_truth(x: jax.Array, score: jax.Array, h: float) -> tuple[np.ndarray, np.ndarray]:
     """The Stein direction of some rows in float64."""
-    x, s = np.asarray(x, float), np.asarray(score, float)
-    rows = np.linspace(0, len(x) - 1, 16).astype(int)
+    points, s = np.asarray(x, float), np.asarray(score, float)
+    rows = np.linspace(0, len(points) - 1, 16).astype(int)
     expected = []
     for i in rows:
-        diff = x[i] - x
+        diff = points[i] - points
         value = np.exp(-np.sum(diff**2, 1) / h)
-        expected.append((value @ s + 2 / h * value @ diff) / len(x))
+        expected.append((value @ s + 2 / h * value @ diff) / len(points))
     return rows, np.stack(expected)
 
 
@@ -138,7 +140,7 @@ def median(num: int) -> Iterator[Row]:
         exact = np.median(np.sqrt(distances[np.triu_indices(num, 1)].astype(float))) ** 2
         truth = (0, np.full(2, exact))
     whole = lambda x: jnp.broadcast_to(pairwise.median_sqdist(x), x.shape)
-    yield from measured("median", whole, x, truth)
+    yield from measured("median", whole, x, truth, most=8192)
 
 
 def step(num: int, kernel: Any) -> Iterator[Row]:
@@ -149,7 +151,7 @@ def step(num: int, kernel: Any) -> Iterator[Row]:
         gpu.MODE = None if path == "fused" else "plain"
         flow = px.svgd(target, optimizer=optax.adagrad(0.1), kernel=kernel)
         run = lambda n, flow=flow: px.run(flow, x, steps=n, key=key, progress=False).particles
-        spent = seconds(run, turn=0.5)
+        spent = seconds(run, turn=0.2)
         median = "all" if kernel.bandwidth.subsample is None else kernel.bandwidth.subsample
         yield {"what": "step", "M": num, "D": 2, "path": path, "median": median, "ms": 1e3 * spent}
     gpu.MODE = None

@@ -27,8 +27,8 @@ LEAST = 1 << 19
 """Fewest pairs for which a kernel pays."""
 DIRECT_DIM, MOST_DIM = 8, 64
 """Largest D with distances from differences, and largest D for these kernels."""
-PROGRAMS = 4096
-"""Programs to aim at: some waves of all that an H100 holds at once."""
+PROGRAMS, PAIRS = (1056, 4096), 1 << 16
+"""Fewest and most programs to aim at (an H100 holds 500 at once; each has sums of its own), and pairs for one of them."""
 RUN = 2048
 """Columns that are summed on their own before they are added to the rest."""
 LOWEST = -3e38
@@ -141,7 +141,8 @@ class Plan(NamedTuple):
 
 def _plan(tile: Tile, num: int, columns: int, run: int) -> Plan:
     high, steps = math.ceil(num / tile.rows), math.ceil(columns / tile.cols)
-    splits = min(steps, max(1, PROGRAMS // high))
+    programs = min(max(num * columns // PAIRS, PROGRAMS[0]), PROGRAMS[1])
+    splits = min(steps, max(1, programs // high))
     steps = math.ceil(steps / splits)
     blocks = math.ceil(steps * tile.cols / run)
     return Plan(tile, high * tile.rows, splits, blocks, math.ceil(steps / blocks))

@@ -19,7 +19,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(gpu, "MODE", "interpret")
     monkeypatch.setattr(fused, "LEAST", 1)
     monkeypatch.setattr(fused, "TILES", {8: fused.Tile(16, 4, 4), 64: fused.Tile(16, 8, 4)})
-    monkeypatch.setattr(fused, "PROGRAMS", 6)
+    monkeypatch.setattr(fused, "PROGRAMS", (6, 6))
     monkeypatch.setattr(fused, "RUN", 16)
     monkeypatch.setattr(radix, "LEAST", 1)
     monkeypatch.setattr(radix, "BLOCK", 16)
@@ -151,6 +151,10 @@ def clouds(num, dim):
     yield "ties", np.round(x)
     yield "equal", np.ones((num, dim))
     yield "scales", x * 10.0 ** rng.integers(-2, 3, size=(num, 1))
+    yield (
+        "clumps",
+        x * np.where(np.arange(num) % 5 > 0, 0.1, 1.0)[:, None],
+    )  # where the guess misses
 
 
 @pytest.mark.parametrize(("num", "dim"), [(2, 2), (37, 1), (50, 3)])
@@ -186,16 +190,26 @@ def test_derivatives_and_batches(kernel, monkeypatch):
 
     def energy(x, h):
         force = pairwise.interact(x, y, lambda r2: kernels.RBF().pair(r2, h), values=v)
-        tied = pairwise.logsumexp(x, x, lambda r2: -r2 / pairwise.median_sqdist(x))
-        return jnp.sum(force**2) + jnp.sum(tied)
+        return jnp.sum(force**2) + jnp.sum(pairwise.logsumexp(x, x, lambda r2: -r2 / h))
 
-    found = jitted(jax.value_and_grad(energy, argnums=(0, 1)))(x, h)
-    two = jitted(jax.vmap(energy, in_axes=(0, 0)))(jnp.stack([x, 2 * x]), jnp.stack([h, 3 * h]))
+    def batch(x, h):
+        return jax.vmap(energy)(jnp.stack([x, 2 * x]), jnp.stack([h, 3 * h]))
+
+    slopes = jax.value_and_grad(energy, argnums=(0, 1))
+    found = jitted(slopes)(x, h), jitted(batch)(x, h)
     monkeypatch.setattr(gpu, "MODE", None)
-    truth = jitted(jax.value_and_grad(energy, argnums=(0, 1)))(x, h)
+    truth = jitted(slopes)(x, h), jitted(batch)(x, h)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
-    np.testing.assert_allclose(two, [energy(x, h), energy(2 * x, 3 * h)], rtol=2e-5)
+
+
+def test_medians_in_batches(kernel):
+    """A median is constant for derivatives, as on the plain path."""
+    (x,) = as_floats(ref.cloud(20, 2))
+    both = jax.value_and_grad(pairwise.median_sqdist)
+    values, slopes = jitted(jax.vmap(both))(jnp.stack([x, 2 * x]))
+    np.testing.assert_allclose(values[1], 4 * values[0], rtol=1e-6)
+    assert not np.any(slopes)
 
 
 def test_what_the_kernels_do_not_take_goes_the_plain_way(kernel, monkeypatch):
