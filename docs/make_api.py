@@ -23,6 +23,7 @@ LAYERS = [
     "fused",
     "radix",
     "selection",
+    "circle",
     "pairwise",
     "kernels",
     "target",

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from particlax import formula, fused, gpu, radix, selection, skinny
+from particlax import circle, formula, fused, gpu, radix, selection, skinny
 from particlax.errors import OptionError
 from particlax.fused import Pairs
 from particlax.particles import dimension, flatten, num_particles
@@ -48,6 +48,8 @@ STRIP_ELEMENTS_ELSEWHERE = 1 << 26
 
 HALF_ELEMENTS = 1 << 20
 """Largest matrix of which the median keeps the upper half: it has fewer entries than float32 counts exactly."""
+CIRCLE, SORTED = 512, 512
+"""On a CPU: most particles for which distances are kept although they are cheap to compute, most pairs that are sorted."""
 
 Weights = Callable[..., Any]
 Blocks = list[Array]
@@ -280,29 +282,30 @@ def logsumexp(x: PyTree, y: PyTree, weights: Weights, cols: Vectors = ()) -> Flo
 
 
 def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) -> Float[Array, ""]:
-    """Exact squared median distance over distinct pairs, by bisection on the floats' bits.
+    """Exact squared median distance over distinct pairs, without a sort: some ten counting passes.
 
-    No sort: 31 counting passes (63 in float64; twice that when the matrix is too large to keep).
     `itself` counts all M^2 entries with the zero diagonal, as the reference SVGD code does;
     `of_squares` averages the two middle squares of an even number, and not the distances.
     """
     few = _few(x, x)
     xs = _blocks(x)[0] if few else _centred(x, x)[0]
+    xs = lax.stop_gradient(xs)
     num = xs[0].shape[0]
     if num > 46340:
         raise OptionError(
             f"the exact median over {num} particles needs more pairs than a 32-bit count holds; "
             "take a median over a subsample, for instance Median(subsample=512)"
         )
-    pairs = num * num if itself else num * (num - 1)
-    rank, even = (pairs + 1) // 2, pairs % 2 == 0
-    stored = num * num <= min(_strip_elements(), HALF_ELEMENTS)
-    plain = functools.partial(_stored_middle if stored else _middle, rank, even, itself, few)
+    entries = num * num if itself else num * (num - 1)
+    rank, even = (entries + 1) // 2, entries % 2 == 0
 
     def fast(xs: Blocks) -> tuple[Array, Array]:
         lower, upper = radix.middle(xs[0], rank if itself else rank + num)
         return lower, upper if even else lower
 
+    # Among the M zeros of the diagonal and two copies of every pair.
+    places = [(place - (num if itself else 0) - 1) // 2 for place in (rank, rank + even)]
+    plain = functools.partial(_middle, places, few)
     fits = not few and len(xs) == 1 and radix.suits(xs[0])
     lower, upper = gpu.choose(fits, fast, plain, xs)
     if of_squares:
@@ -310,44 +313,53 @@ def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) 
     return ((jnp.sqrt(lower) + jnp.sqrt(upper)) / 2) ** 2
 
 
-def _stored_middle(
-    rank: int, even: bool, itself: bool, few: bool, xs: Blocks
-) -> tuple[Array, Array]:
-    """The entry of a rank and, of an even number, the next one, from the upper half of the matrix."""
-    num, dtype = xs[0].shape[0], xs[0].dtype
-    r2 = _few_sqdist(xs) if few else _sqdist(xs, xs)
-    bits = lax.bitcast_convert_type(r2, selection.integer(dtype))
-    # The barrier keeps one rounding of the distances for the loop and for the pass after it.
-    half = lax.optimization_barrier(bits.ravel()[selection.upper(num)])
-    twice = lambda bits: 2 * selection.count(half, bits) + (num if itself else 0)
-    if jax.default_backend() == "cpu":
-        lower = upper = selection.bisect(twice, [rank], half.dtype)[0]
-        if even:
-            above = jnp.min(jnp.where(half <= lower, jnp.iinfo(half.dtype).max, half))
-            upper = jnp.where(twice(lower) > rank, lower, above)
-    else:  # one launch where a bisection has 31
-        lower, upper = selection.sorted_ranks(half, [rank, rank + even], num if itself else 0)
-    return lax.bitcast_convert_type(lower, dtype), lax.bitcast_convert_type(upper, dtype)
+def _middle(places: list[int], few: bool, xs: Blocks) -> tuple[Array, Array]:
+    """The squared distances at one or two adjacent places in the order of all pairs i < j; below 0 there are zeros."""
+    num, zero = xs[0].shape[0], jnp.zeros((), xs[0].dtype)
+    pairs, place = num * (num - 1) // 2, max(places[0], 0)
+    cheap = len(xs) == 1 and xs[0].shape[1] <= DIRECT_DIM and _on_cpu()
+    if num * num <= min(_strip_elements(), HALF_ELEMENTS) and not (cheap and num > CIRCLE):
+        r2 = _few_sqdist(xs) if few else _sqdist(xs, xs)
+        # The barrier keeps one rounding of the distances for all passes.
+        half = lax.optimization_barrier(r2.ravel()[selection.upper(num)])
+        by_sort = pairs <= SORTED or not _on_cpu()
+        found = (selection.by_sort if by_sort else selection.bisected)(half, place)
+    else:
+        look = circle.look(xs[0]) if cheap else _look_in_strips(xs)
+        found = selection.adjacent(look, pairs, place, _some_sqdist(xs, pairs))
+    lower, upper = (zero if p < 0 else found[p - place] for p in places)
+    return lower, upper
 
 
-def _middle(rank: int, even: bool, itself: bool, few: bool, xs: Blocks) -> tuple[Array, Array]:
-    """The same from distances computed anew in every pass."""
-    num, dtype = xs[0].shape[0], xs[0].dtype
-
-    def count(bits: Array) -> Array:
-        def strip(part: Any) -> Array:
-            return selection.row_counts(_ordered(part[0], xs, part[1], itself), bits)
-
-        rows = reduce_rows(strip, (xs, jnp.arange(num)), num)
-        return jnp.sum(rows.astype(jnp.int32))
-
-    ranks = [rank, rank + 1] if even else [rank, rank]
-    lower, upper = selection.bisect(count, ranks, selection.integer(dtype))
-    return lax.bitcast_convert_type(lower, dtype), lax.bitcast_convert_type(upper, dtype)
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
 
 
-def _ordered(rows: Blocks, xs: Blocks, own: Array, itself: bool) -> Array:
-    """Squared distances as integers of the same order, the diagonal at zero or out of the way."""
-    bits = lax.bitcast_convert_type(_sqdist(rows, xs), selection.integer(xs[0].dtype))
-    diagonal = own[:, None] == jnp.arange(len(xs[0]))[None, :]
-    return jnp.where(diagonal, 0 if itself else jnp.iinfo(bits.dtype).max, bits)
+def _sample_size(pairs: int) -> int:
+    return min(selection.SAMPLE, max(64, pairs // 16))
+
+
+def _some_sqdist(xs: Blocks, pairs: int) -> Array:
+    rows, others = circle.sample(len(xs[0]), _sample_size(pairs))
+    parts = [jnp.sum((x[rows] - x[others]) ** 2, 1) for x in xs]
+    return sum(parts[1:], parts[0])
+
+
+def _look_in_strips(xs: Blocks) -> selection.Look:
+    """Passes over the pairs i < j with distances computed anew in each."""
+    num = len(xs[0])
+
+    def look(pivot: Array) -> tuple[Array, Array]:
+        def strip(part: Any) -> tuple[Array, Array]:
+            rows, own = part
+            after = own[:, None] < jnp.arange(num)[None, :]
+            r2 = jnp.where(after, _sqdist(rows, xs), jnp.inf)
+            under = r2 <= pivot
+            # By a matvec, over twice as fast as by a sum.
+            counts = under.astype(jnp.float32) @ jnp.ones(num, jnp.float32)
+            return counts, jnp.min(jnp.where(under, jnp.inf, r2), 1)
+
+        counts, least = reduce_rows(strip, (xs, jnp.arange(num)), num)
+        return jnp.sum(counts.astype(jnp.int32)), jnp.min(least)
+
+    return look
