@@ -34,21 +34,23 @@ def counting(numbers):
     return look, passes
 
 
-@pytest.mark.parametrize("kind", [np.float32, np.float64])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, np.float32) for name in CASES), ("smooth", np.float64), ("powers", np.float64)],
+)
 def test_adjacent_numbers_by_rank(x64, name, kind):
     """At both ends, in the middle and between, from a good sample and from a bad one."""
     numbers = CASES[name].astype(kind)
     ordered, total = np.sort(numbers), len(numbers)
     for sample in (jnp.asarray(numbers[:64]), jnp.full(3, numbers.max())):
         look, passes = counting(jnp.asarray(numbers))
-        for place in {0, total // 3, (total - 1) // 2, total - 2}:
+        for place in {(total - 1) // 3, total - 2}:
             found = jax.jit(selection.adjacent, static_argnums=(0, 1, 2))(
                 look, total, place, sample
             )
             assert [float(n) for n in found] == [ordered[place], ordered[place + 1]], place
         jax.effects_barrier()
-        assert len(passes) <= 4 * (100 if kind == np.float32 else 200)
+        assert len(passes) <= 2 * (100 if kind == np.float32 else 200)
 
 
 @pytest.mark.parametrize("name", CASES)
