@@ -23,7 +23,7 @@ from particlax.formula import Formula, Instructions, Scaled, evaluate
 
 __all__ = ["Pairs", "interact", "logsumexp", "squares", "suits", "total"]
 
-LEAST = 1 << 19
+LEAST = 1 << 20
 """Fewest pairs for which a kernel pays."""
 DIRECT_DIM, MOST_DIM = 8, 64
 """Largest D with distances from differences, and largest D for these kernels."""

@@ -52,9 +52,14 @@ def choose(fits: bool, fused: Callable[..., Any], plain: Callable[..., Any], *ar
     """fused(*args) where the program is for a GPU and the work fits the kernel, else plain(*args)."""
     if not fits or not possible():
         return plain(*args)
+
+    def narrow(*args: Any) -> Any:
+        with jax.enable_x64(False):  # kernels are written for 32 bits
+            return fused(*args)
+
     if MODE == "interpret":
-        return fused(*args)
-    return lax.platform_dependent(*args, cuda=fused, default=plain)
+        return narrow(*args)
+    return lax.platform_dependent(*args, cuda=narrow, default=plain)
 
 
 def differentiable(fused: Callable[..., Any], plain: Callable[..., Any]) -> Any:

@@ -52,9 +52,8 @@ def middle(x: Float[Array, "M D"], rank: Any) -> tuple[Float[Array, ""], Float[A
     x, blocks = lax.stop_gradient(x), math.ceil(len(x) / BLOCK)
     padded = jnp.pad(x, ((0, blocks * BLOCK - len(x)), (0, 0)), constant_values=jnp.inf).T
     kinds = (FIRST, *(NEXT,) * 7, LAST)
-    table = np.zeros(
-        (len(kinds) + 1, 2 * DIGITS), np.float32
-    )  # a row for each pass, and the entry after
+    # A row of counts for each pass, and one for the entry after.
+    table = np.zeros((len(kinds) + 1, 2 * DIGITS), np.float32)
     table[-1] = np.inf
     table, state = jnp.asarray(table), _guess(x, rank)
     for kind in kinds:
@@ -156,15 +155,15 @@ def _body(
 
 
 def _counts(row: Array) -> Array:
-    """Counts from a row of the table, which holds what is below 2048 of them and then the rest: floats that stay exact.
+    """Counts from a row of the table, which holds what each program has below 256, and then the rest.
 
-    Floats, because Pallas adds nothing else at once for many programs.
+    Both are floats, because Pallas adds no other vectors for many programs at once, and stay below 2^24, so exact.
     """
     place = lax.broadcasted_iota(jnp.int32, (2 * DIGITS, DIGITS), 0)
     digit = lax.broadcasted_iota(jnp.int32, (2 * DIGITS, DIGITS), 1)
     whole = row.astype(jnp.int32)[:, None]
     low, high = jnp.where(place == digit, whole, 0), jnp.where(place == digit + DIGITS, whole, 0)
-    return jnp.sum(low + (high << 11), 0)
+    return jnp.sum(low + (high << 8), 0)
 
 
 def _floats(fields: Sequence[Array]) -> Array:
@@ -174,7 +173,7 @@ def _floats(fields: Sequence[Array]) -> Array:
     for digit, word in zip(PLACES, fields, strict=True):
         for half, counted in enumerate(_parts(jnp.sum(word), 16, 0xFFFF)):
             row = jnp.where(place & (DIGITS - 1) == digit + 4 * half, counted, row)
-    return jnp.where(place < DIGITS, row & 2047, row >> 11).astype(jnp.float32)
+    return jnp.where(place < DIGITS, row & 255, row >> 8).astype(jnp.float32)
 
 
 def _advance(
