@@ -10,6 +10,7 @@ the relative error is about 1e-6. Clouds in float64 take the plain path.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ __all__ = ["gram", "mix", "suits"]
 
 MOST = 64
 """Largest number of particles that a tile holds."""
+CHUNK = 2048
+"""Coordinates at a time on a CPU."""
 LEAST = 1 << 13
 """Fewest coordinates for which a fused kernel pays."""
 BLOCK, PROGRAMS = 128, 528
@@ -75,17 +78,47 @@ def _choose(x: Array, fused: Any, plain: Any, *args: Array) -> Any:
 
 
 def _plain_gram(x: Array) -> tuple[Array, Array]:
-    mean = jnp.mean(x, 0)
-    centred = x - mean
-    return matmul(centred, centred.T), jnp.sum(mean * mean)
+    def of(x: Array) -> tuple[Array, Array]:
+        mean = jnp.mean(x, 0)
+        centred = x - mean
+        return matmul(centred, centred.T), jnp.sum(mean * mean)
+
+    add = lambda i, sums: jax.tree.map(jnp.add, sums, of(_piece(i, x)))
+    whole, rest = divmod(x.shape[1], _width(x))
+    sums = lax.fori_loop(1, whole, add, of(_piece(0, x)))
+    return jax.tree.map(jnp.add, sums, of(x[:, -rest:])) if rest else sums
 
 
 def _plain_turn(left: Array, x: Array) -> Array:
-    return matmul(left, x - jnp.mean(x, 0))
+    return _written(lambda x: matmul(left, x - jnp.mean(x, 0)), x)
 
 
 def _plain_mix(left: Array, x: Array, right: Array, v: Array) -> Array:
-    return _plain_turn(left, x) + matmul(right, v)
+    both = jnp.concatenate([left, right], 1)
+    return _written(lambda x, v: matmul(both, jnp.concatenate([x - jnp.mean(x, 0), v])), x, v)
+
+
+def _width(x: Array) -> int:
+    """Coordinates at a time: on a CPU so many that a piece of the cloud stays in cache while it is centred and multiplied."""
+    return min(CHUNK, x.shape[1]) if jax.default_backend() == "cpu" else x.shape[1]
+
+
+def _piece(i: Any, x: Array) -> Array:
+    return lax.dynamic_slice_in_dim(x, i * _width(x), _width(x), 1)
+
+
+def _written(of: Callable[..., Array], *arrays: Array) -> Array:
+    """of(*pieces of the arrays), side by side."""
+    width = _width(arrays[0])
+    whole, rest = divmod(arrays[0].shape[1], width)
+    if whole == 1 and not rest:
+        return of(*arrays)
+
+    def write(i: Any, out: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(out, of(*[_piece(i, a) for a in arrays]), i * width, 1)  # fmt: skip
+
+    out = lax.fori_loop(0, whole, write, jnp.zeros_like(arrays[0]))
+    return out.at[:, -rest:].set(of(*[a[:, -rest:] for a in arrays])) if rest else out
 
 
 # ---------------------------------------------------------------------------------------------------------- fused
