@@ -47,20 +47,19 @@ def ksd(particles: PyTree, score: PyTree) -> Float[Array, ""]:
     >>> bool(ksd(x, -x) < 0.1 < ksd(x, -4 * x))
     True
     """
-    x, s = flatten(particles)[0], flatten(score)[0]
-    x = x - jnp.mean(x, 0)
-    own = jnp.sum(s * x, 1)
+    x, s = wide(flatten(particles)[0]), wide(flatten(score)[0])
 
-    def strip(part: tuple[Array, Array, Array]) -> Array:
-        xi, si, oi = part
-        base = 1 + pairwise.sqdist(xi, x)
-        # (s_j - s_i) . (x_i - x_j), from inner products
-        cross = matmul(xi, s.T) + matmul(si, x.T) - oi[:, None] - own[None, :]
-        value = matmul(si, s.T) * base**-0.5 - cross * base**-1.5
-        trace = x.shape[1] * base**-1.5 - 3 * (base - 1) * base**-2.5
-        return jnp.sum(value + trace, 1)
+    def pair(r2: Array) -> tuple[Array, Array]:
+        root = jax.lax.rsqrt(1 + r2)
+        return root, 2 * root**3
 
-    total = jnp.sum(pairwise.reduce_rows(strip, (x, s, own), len(x)))
+    def trace(r2: Array) -> Array:
+        root = jax.lax.rsqrt(1 + r2)
+        return x.shape[1] * root**3 - 3 * r2 * root**5
+
+    # The two terms with one score each are equal by symmetry, so that both scores go with s_i.
+    force = pairwise.interact(x, x, pair, values=s)
+    total = jnp.sum(s * force) + jnp.sum(pairwise.total(x, x, trace))
     return jnp.sqrt(jnp.maximum(total, 0)) / len(x)
 
 

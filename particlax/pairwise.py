@@ -3,25 +3,27 @@
 Every interaction is a function of squared distances r2_ij = |x_i - y_j|^2, so a caller passes
 `weights(r2, *rows, *cols)`, written elementwise, and never sees how the M x N matrix is cut. Here it
 is cut into horizontal strips that stay in cache; a cloud whose whole matrix is that small is one strip.
-Few particles in many dimensions go through `skinny`, which reads the cloud twice and copies nothing.
+On a GPU, large clouds in float32 and up to 64 dimensions go through the kernels of `fused` and `radix`, which never write a
+part of the matrix to memory, and few particles in many dimensions through `skinny`, which reads the cloud twice and copies nothing.
 
 Accuracy. Up to `DIRECT_DIM` coordinates, r2 is summed from differences and exact to rounding.
 Above, it is |x|^2 + |y|^2 - 2 x.y of the *centred* cloud in full precision, whose error is about
 machine epsilon times the squared radius of the cloud (relative error 6e-6 in float32 for a cloud of
-spread 0.01 around 1, where the uncentred form loses 7e-3).
+spread 0.01 around 1, where the uncentred form loses 7e-3). The GPU's exponential adds a relative error of 2e-7 to a kernel.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from particlax import skinny
+from particlax import circle, formula, fused, gpu, radix, selection, skinny
 from particlax.errors import OptionError
+from particlax.fused import Pairs
 from particlax.particles import dimension, flatten, num_particles
 from particlax.skinny import matmul
 
@@ -46,9 +48,12 @@ STRIP_ELEMENTS_ELSEWHERE = 1 << 26
 
 HALF_ELEMENTS = 1 << 20
 """Largest matrix of which the median keeps the upper half: it has fewer entries than float32 counts exactly."""
+CIRCLE, SORTED = 512, 512
+"""On a CPU: most particles for which distances are kept although they are cheap to compute, most pairs that are sorted."""
 
 Weights = Callable[..., Any]
 Blocks = list[Array]
+Vectors = Sequence[Array]
 
 
 def _blocks(tree: PyTree) -> tuple[Blocks, Callable[[Blocks], PyTree]]:
@@ -141,7 +146,7 @@ def reduce_rows(strip: Callable[..., PyTree], rows: PyTree, columns: int) -> PyT
     return jax.tree.map(lambda a: a.reshape(strips * height, *a.shape[2:])[:num], result)
 
 
-def _weigh(weights: Weights, r2: Array, rows: Sequence[Array], cols: Sequence[Array]) -> Any:
+def _weigh(weights: Weights, r2: Array, rows: Vectors, cols: Vectors) -> Any:
     return weights(r2, *[r[:, None] for r in rows], *[c[None, :] for c in cols])
 
 
@@ -171,8 +176,8 @@ def interact(
     weights: Weights,
     *,
     values: PyTree = None,
-    rows: Sequence[Array] = (),
-    cols: Sequence[Array] = (),
+    rows: Vectors = (),
+    cols: Vectors = (),
 ) -> PyTree:
     """sum_j A_ij v_j + sum_j B_ij (x_i - y_j), with (A, B) = weights(r2_ij, *rows_i, *cols_j).
 
@@ -186,7 +191,11 @@ def interact(
     if _few(x, y):
         return _few_interact(x, vs, weights, rows, cols)
     xs, ys, back = _centred(x, y)
-    columns = ys[0].shape[0]
+    return back(_sum(fused.interact, _interact, weights, Pairs(xs, ys, vs, rows, cols)))
+
+
+def _interact(weights: Weights, pairs: Pairs) -> Blocks:
+    xs, ys, vs, rows, cols = pairs
 
     def strip(part: Any) -> Blocks:
         xb, rb = part
@@ -198,11 +207,31 @@ def interact(
             out = [o + matmul(pair[0], v) for o, v in zip(out, vs, strict=True)]
         return out
 
-    return back(reduce_rows(strip, (xs, list(rows)), columns))
+    return reduce_rows(strip, (xs, list(rows)), ys[0].shape[0])
+
+
+def _sum(kernel: Any, strips: Any, weights: Weights, pairs: Pairs) -> Any:
+    """kernel(formula of weights, pairs) where a fused GPU kernel takes the sum, else strips(weights, pairs)."""
+    traced = None
+    if gpu.possible() and fused.suits(pairs):
+        traced = formula.trace(weights, 1 + len(pairs.rows) + len(pairs.cols))
+    if traced is None:
+        return strips(weights, pairs)
+
+    def fast(consts: Vectors, pairs: Pairs) -> Any:
+        (x,), (y,), values, *vectors = pairs
+        one = Pairs(x, y, values and values[0], *vectors)
+        found = kernel(traced._replace(consts=consts), one)
+        return [found] if found.ndim > 1 else found
+
+    def plain(consts: Vectors, pairs: Pairs) -> Any:
+        return strips(formula.function(traced._replace(consts=consts)), pairs)
+
+    return gpu.choose(True, gpu.differentiable(fast, plain), plain, traced.consts, pairs)
 
 
 def _few_interact(
-    x: PyTree, vs: Blocks | None, weights: Weights, rows: Sequence[Array], cols: Sequence[Array]
+    x: PyTree, vs: Blocks | None, weights: Weights, rows: Vectors, cols: Vectors
 ) -> PyTree:
     xs, back = _blocks(x)
     pair = _weigh(weights, _few_sqdist(xs), rows, cols)
@@ -217,8 +246,8 @@ def total(
     x: PyTree,
     y: PyTree,
     weights: Weights,
-    rows: Sequence[Array] = (),
-    cols: Sequence[Array] = (),
+    rows: Vectors = (),
+    cols: Vectors = (),
 ) -> Float[Array, " M"]:
     """sum_j weights(r2_ij, *rows_i, *cols_j) for every i.
 
@@ -229,134 +258,108 @@ def total(
     if _few(x, y):
         return jnp.sum(_weigh(weights, _few_sqdist(_blocks(x)[0]), rows, cols), 1)
     xs, ys, _ = _centred(x, y)
+    strips = functools.partial(_total, jnp.sum)
+    return _sum(fused.total, strips, weights, Pairs(xs, ys, None, rows, cols))
+
+
+def _total(how: Any, weights: Weights, pairs: Pairs) -> Array:
+    xs, ys, _, rows, cols = pairs
 
     def strip(part: Any) -> Array:
         xb, rb = part
-        return jnp.sum(_weigh(weights, _sqdist(xb, ys), rb, cols), 1)
+        return how(_weigh(weights, _sqdist(xb, ys), rb, cols), axis=1)
 
     return reduce_rows(strip, (xs, list(rows)), ys[0].shape[0])
 
 
-def logsumexp(
-    x: PyTree, y: PyTree, weights: Weights, cols: Sequence[Array] = ()
-) -> Float[Array, " M"]:
+def logsumexp(x: PyTree, y: PyTree, weights: Weights, cols: Vectors = ()) -> Float[Array, " M"]:
     """log sum_j exp weights(r2_ij, *cols_j) for every i, without overflow."""
     if _few(x, y):
         return jax.nn.logsumexp(_weigh(weights, _few_sqdist(_blocks(x)[0]), (), cols), axis=1)
     xs, ys, _ = _centred(x, y)
-
-    def strip(part: Any) -> Array:
-        return jax.nn.logsumexp(_weigh(weights, _sqdist(part, ys), (), cols), axis=1)
-
-    return reduce_rows(strip, xs, ys[0].shape[0])
+    strips = functools.partial(_total, jax.nn.logsumexp)
+    return _sum(fused.logsumexp, strips, weights, Pairs(xs, ys, None, (), cols))
 
 
 def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) -> Float[Array, ""]:
-    """Exact squared median distance over distinct pairs, by bisection on the floats' bits.
+    """Exact squared median distance over distinct pairs, without a sort: some ten counting passes.
 
-    No sort: 31 counting passes (63 in float64; twice that when the matrix is too large to keep).
     `itself` counts all M^2 entries with the zero diagonal, as the reference SVGD code does;
     `of_squares` averages the two middle squares of an even number, and not the distances.
     """
     few = _few(x, x)
     xs = _blocks(x)[0] if few else _centred(x, x)[0]
-    num, dtype = xs[0].shape[0], xs[0].dtype
+    xs = lax.stop_gradient(xs)
+    num = xs[0].shape[0]
     if num > 46340:
         raise OptionError(
             f"the exact median over {num} particles needs more pairs than a 32-bit count holds; "
             "take a median over a subsample, for instance Median(subsample=512)"
         )
-    pairs = num * num if itself else num * (num - 1)
-    rank, even = (pairs + 1) // 2, pairs % 2 == 0
-    if num * num <= min(_strip_elements(), HALF_ELEMENTS):
-        r2 = _few_sqdist(xs) if few else _sqdist(xs, xs)
-        bits = lax.bitcast_convert_type(r2, _integer(dtype))
-        # The barrier keeps one rounding of the distances for the loop and for the pass after it.
-        half = lax.optimization_barrier(bits.ravel()[_upper(num)])
-        twice = lambda bits: 2 * _count(half, bits) + (num if itself else 0)
-        if jax.default_backend() == "cpu":
-            lower = upper = _bisect(twice, [rank], half.dtype)[0]
-            if even:
-                above = jnp.min(jnp.where(half <= lower, jnp.iinfo(half.dtype).max, half))
-                upper = jnp.where(twice(lower) > rank, lower, above)
-        else:  # one launch where a bisection has 31
-            lower, upper = _sorted_ranks(half, [rank, rank + even], num if itself else 0)
-    else:
+    entries = num * num if itself else num * (num - 1)
+    rank, even = (entries + 1) // 2, entries % 2 == 0
 
-        def count(bits: Array) -> Array:
-            def strip(part: Any) -> Array:
-                return _row_counts(_ordered(part[0], xs, part[1], itself), bits)
+    def fast(xs: Blocks) -> tuple[Array, Array]:
+        lower, upper = radix.middle(xs[0], rank if itself else rank + num)
+        return lower, upper if even else lower
 
-            rows = reduce_rows(strip, (xs, jnp.arange(num)), num)
-            return jnp.sum(rows.astype(jnp.int32))
-
-        ranks = [rank, rank + 1] if even else [rank, rank]
-        lower, upper = _bisect(count, ranks, _integer(dtype))
-    lower, upper = (lax.bitcast_convert_type(bits, dtype) for bits in (lower, upper))
+    # Among the M zeros of the diagonal and two copies of every pair.
+    places = [(place - (num if itself else 0) - 1) // 2 for place in (rank, rank + even)]
+    plain = functools.partial(_middle, places, few)
+    fits = not few and len(xs) == 1 and radix.suits(xs[0])
+    lower, upper = gpu.choose(fits, fast, plain, xs)
     if of_squares:
         return (lower + upper) / 2
     return ((jnp.sqrt(lower) + jnp.sqrt(upper)) / 2) ** 2
 
 
-def _integer(dtype: Any) -> Any:
-    return jnp.int64 if dtype == jnp.float64 else jnp.int32
+def _middle(places: list[int], few: bool, xs: Blocks) -> tuple[Array, Array]:
+    """The squared distances at one or two adjacent places in the order of all pairs i < j; below 0 there are zeros."""
+    num, zero = xs[0].shape[0], jnp.zeros((), xs[0].dtype)
+    pairs, place = num * (num - 1) // 2, max(places[0], 0)
+    cheap = len(xs) == 1 and xs[0].shape[1] <= DIRECT_DIM and _on_cpu()
+    if num * num <= min(_strip_elements(), HALF_ELEMENTS) and not (cheap and num > CIRCLE):
+        r2 = _few_sqdist(xs) if few else _sqdist(xs, xs)
+        # The barrier keeps one rounding of the distances for all passes.
+        half = lax.optimization_barrier(r2.ravel()[selection.upper(num)])
+        by_sort = pairs <= SORTED or not _on_cpu()
+        found = (selection.by_sort if by_sort else selection.bisected)(half, place)
+    else:
+        look = circle.look(xs[0]) if cheap else _look_in_strips(xs)
+        found = selection.adjacent(look, pairs, place, _some_sqdist(xs, pairs))
+    lower, upper = (zero if p < 0 else found[p - place] for p in places)
+    return lower, upper
 
 
-def _ordered(rows: Blocks, xs: Blocks, own: Array, itself: bool) -> Array:
-    """Squared distances as integers of the same order, the diagonal at zero or out of the way."""
-    bits = lax.bitcast_convert_type(_sqdist(rows, xs), _integer(xs[0].dtype))
-    diagonal = own[:, None] == jnp.arange(len(xs[0]))[None, :]
-    return jnp.where(diagonal, 0 if itself else jnp.iinfo(bits.dtype).max, bits)
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
 
 
-def _row_counts(entries: Array, bits: Array) -> Array:
-    """How many entries of each row are <= bits; by matvec, over twice as fast as by a sum."""
-    return (entries <= bits).astype(jnp.float32) @ jnp.ones(entries.shape[1], jnp.float32)
+def _sample_size(pairs: int) -> int:
+    return min(selection.SAMPLE, max(64, pairs // 16))
 
 
-def _count(entries: Array, bits: Array) -> Array:
-    """How many entries are <= bits; a sum of floats vectorises where one of integers does not."""
-    return jnp.sum((entries <= bits).astype(jnp.float32)).astype(jnp.int32)
+def _some_sqdist(xs: Blocks, pairs: int) -> Array:
+    rows, others = circle.sample(len(xs[0]), _sample_size(pairs))
+    parts = [jnp.sum((x[rows] - x[others]) ** 2, 1) for x in xs]
+    return sum(parts[1:], parts[0])
 
 
-def _sorted_ranks(half: Array, ranks: list[int], zeros: int) -> list[Array]:
-    """Entries by rank among `zeros` zeros and two copies of every one of `half`.
+def _look_in_strips(xs: Blocks) -> selection.Look:
+    """Passes over the pairs i < j with distances computed anew in each."""
+    num = len(xs[0])
 
-    By a sort, or between 32 and 128 particles by comparing all entries with all, for which one launch is enough.
-    """
-    zero = jnp.zeros((), half.dtype)
-    wanted = [(rank - zeros - 1) // 2 for rank in ranks]
-    if not 496 <= len(half) <= 8128:
-        ordered = jnp.sort(half)
-        return [ordered[place] if place >= 0 else zero for place in wanted]
-    upto = jnp.sum((half[None, :] <= half[:, None]).astype(jnp.int32), 1)
-    most = jnp.iinfo(half.dtype).max
-    found = [jnp.min(jnp.where(upto > place, half, most)) for place in wanted]
-    return [value if place >= 0 else zero for value, place in zip(found, wanted, strict=True)]
+    def look(pivot: Array) -> tuple[Array, Array]:
+        def strip(part: Any) -> tuple[Array, Array]:
+            rows, own = part
+            after = own[:, None] < jnp.arange(num)[None, :]
+            r2 = jnp.where(after, _sqdist(rows, xs), jnp.inf)
+            under = r2 <= pivot
+            # By a matvec, over twice as fast as by a sum.
+            counts = under.astype(jnp.float32) @ jnp.ones(num, jnp.float32)
+            return counts, jnp.min(jnp.where(under, jnp.inf, r2), 1)
 
+        counts, least = reduce_rows(strip, (xs, jnp.arange(num)), num)
+        return jnp.sum(counts.astype(jnp.int32)), jnp.min(least)
 
-def _upper(num: int) -> np.ndarray:
-    """Where the pairs i < j are in the flattened matrix."""
-    rows, columns = np.triu_indices(num, 1)
-    return (rows * num + columns).astype(np.int32)
-
-
-def _bisect(count: Callable[[Array], Array], ranks: list[int], dtype: Any) -> list[Array]:
-    """The smallest integers that at least `rank` entries do not exceed, for one or two ranks.
-
-    Both by one loop body, so that distances that `count` computes anew round in the same way.
-    """
-    passes, top = jnp.iinfo(dtype).bits - 1, jnp.iinfo(dtype).max - 1
-    wanted = jnp.array(ranks, jnp.int32)
-
-    def halve(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        low, high, first = carry
-        again = i == passes
-        first, high = jnp.where(again, low, first), jnp.where(again, top, high)
-        middle = low + (high - low) // 2
-        enough = count(middle) >= wanted[i // passes]
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high), first
-
-    start = (jnp.zeros((), dtype), jnp.array(top, dtype), jnp.zeros((), dtype))
-    last, _, first = lax.fori_loop(0, passes * len(ranks), halve, start)
-    return [last] if len(ranks) == 1 else [first, last]
+    return look

@@ -10,6 +10,7 @@ the relative error is about 1e-6. Clouds in float64 take the plain path.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,16 +18,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from particlax import gpu
+
 __all__ = ["gram", "mix", "suits"]
 
 MOST = 64
 """Largest number of particles that a tile holds."""
+CHUNK = 2048
+"""Coordinates at a time on a CPU."""
 LEAST = 1 << 13
 """Fewest coordinates for which a fused kernel pays."""
 BLOCK, PROGRAMS = 128, 528
 """Coordinates of a tile, and how many tiles are worked on at a time (four for each processor of an H100)."""
-MODE: str | None = None
-"""For tests: "interpret" runs the kernels' bodies anywhere."""
 
 
 def suits(num: int) -> bool:
@@ -68,38 +71,57 @@ def mix(
 def _choose(x: Array, fused: Any, plain: Any, *args: Array) -> Any:
     """The fused kernel where the program is for a GPU and the cloud is large enough."""
     fits = x.dtype == jnp.float32 and x.shape[1] >= LEAST and suits(len(x))
-    if fits and MODE == "interpret":
-        return fused(*args)
-    if not fits or jax.default_backend() != "gpu":
-        return plain(*args)
-    return lax.platform_dependent(*args, cuda=fused, default=plain)
+    return gpu.choose(fits, fused, plain, *args)
 
 
 # ---------------------------------------------------------------------------------------------------------- plain
 
 
 def _plain_gram(x: Array) -> tuple[Array, Array]:
-    mean = jnp.mean(x, 0)
-    centred = x - mean
-    return matmul(centred, centred.T), jnp.sum(mean * mean)
+    def of(x: Array) -> tuple[Array, Array]:
+        mean = jnp.mean(x, 0)
+        centred = x - mean
+        return matmul(centred, centred.T), jnp.sum(mean * mean)
+
+    add = lambda i, sums: jax.tree.map(jnp.add, sums, of(_piece(i, x)))
+    whole, rest = divmod(x.shape[1], _width(x))
+    sums = lax.fori_loop(1, whole, add, of(_piece(0, x)))
+    return jax.tree.map(jnp.add, sums, of(x[:, -rest:])) if rest else sums
 
 
 def _plain_turn(left: Array, x: Array) -> Array:
-    return matmul(left, x - jnp.mean(x, 0))
+    return _written(lambda x: matmul(left, x - jnp.mean(x, 0)), x)
 
 
 def _plain_mix(left: Array, x: Array, right: Array, v: Array) -> Array:
-    return _plain_turn(left, x) + matmul(right, v)
+    both = jnp.concatenate([left, right], 1)
+    return _written(lambda x, v: matmul(both, jnp.concatenate([x - jnp.mean(x, 0), v])), x, v)
+
+
+def _width(x: Array) -> int:
+    """Coordinates at a time: on a CPU so many that a piece of the cloud stays in cache while it is centred and multiplied."""
+    return min(CHUNK, x.shape[1]) if jax.default_backend() == "cpu" else x.shape[1]
+
+
+def _piece(i: Any, x: Array) -> Array:
+    return lax.dynamic_slice_in_dim(x, i * _width(x), _width(x), 1)
+
+
+def _written(of: Callable[..., Array], *arrays: Array) -> Array:
+    """of(*pieces of the arrays), side by side."""
+    width = _width(arrays[0])
+    whole, rest = divmod(arrays[0].shape[1], width)
+    if whole == 1 and not rest:
+        return of(*arrays)
+
+    def write(i: Any, out: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(out, of(*[_piece(i, a) for a in arrays]), i * width, 1)  # fmt: skip
+
+    out = lax.fori_loop(0, whole, write, jnp.zeros_like(arrays[0]))
+    return out.at[:, -rest:].set(of(*[a[:, -rest:] for a in arrays])) if rest else out
 
 
 # ---------------------------------------------------------------------------------------------------------- fused
-
-
-def _differentiable(fused: Any, plain: Any) -> Any:
-    """`fused`, with the derivative of `plain`."""
-    wrapped = jax.custom_jvp(fused)
-    wrapped.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
-    return wrapped
 
 
 def _tile(ref: Any, start: Any, num: int, rows: int) -> tuple[Array, Array]:
@@ -124,35 +146,8 @@ def _centre(tile: Array, inside: Array, num: int) -> tuple[Array, Array]:
     return jnp.where(inside, tile - mean, 0.0), mean
 
 
-def _halves(tile: Array) -> tuple[Array, Array]:
-    """The leading 11 bits of every number, which a tensor core keeps, and the rest."""
-    bits = lax.bitcast_convert_type(tile, jnp.int32) & jnp.int32(-8192)
-    high = lax.bitcast_convert_type(bits, jnp.float32)
-    return high, tile - high
-
-
-def _dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
-
-
-def _exact(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    """The product of two numbers in halves, but for the product of the small ones."""
-    return _dot(a[1], b[0]) + _dot(a[0], b[1]) + _dot(a[0], b[0])
-
-
 def _rows(num: int) -> int:
     return max(16, 1 << (num - 1).bit_length())
-
-
-def _call(kernel: Any, shapes: Any, grid: int, *args: Array) -> Any:
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
-
-    params = triton.CompilerParams(num_warps=4, num_stages=3)
-    interpret = MODE == "interpret"
-    return pl.pallas_call(
-        kernel, out_shape=shapes, grid=(grid,), compiler_params=params, interpret=interpret
-    )(*args)
 
 
 def _gram_body(
@@ -167,11 +162,11 @@ def _gram_body(
         begin = (i * programs + own) * BLOCK
         tile, inside = _tile(x_ref, begin, num, rows)
         tile, mean = _centre(tile, inside, num)
-        high, low = _halves(tile)
+        high, low = gpu.halves(tile)
         major, minor, norm = sums
         # A tensor core cuts off what it adds, which tells in long sums: times 1, an ordinary addition is left outside.
         one = jnp.minimum(begin + 1, 1).astype(jnp.float32)
-        major, minor = major + one * _dot(high, high.T), minor + one * _dot(high, low.T)
+        major, minor = major + one * gpu.dot(high, high.T), minor + one * gpu.dot(high, low.T)
         return major, minor, norm + jnp.sum(mean * mean)
 
     zero = jnp.zeros((rows, rows), jnp.float32)
@@ -190,7 +185,7 @@ def _launch_gram(x: Array) -> tuple[Array, Array]:
         jax.ShapeDtypeStruct((programs, 2, rows, rows), jnp.float32),
         jax.ShapeDtypeStruct((programs,), jnp.float32),
     )
-    squares, norms = _call(kernel, shapes, programs, x)
+    squares, norms = gpu.launch(kernel, shapes, (programs,), x)
     major, minor = jnp.sum(squares, 0)[:, :num, :num]
     return major + minor + minor.T, jnp.sum(norms)
 
@@ -203,10 +198,10 @@ def _mix_body(left_ref: Any, x_ref: Any, *refs: Any, num: int, rows: int) -> Non
     start = pl.program_id(0) * BLOCK
     tile, inside = _tile(x_ref, start, num, rows)
     tile, _ = _centre(tile, inside, num)
-    out = _exact(_halves(left_ref[...]), _halves(tile))
+    out = gpu.exact(gpu.halves(left_ref[...]), gpu.halves(tile))
     if more:
         right_ref, v_ref = more
-        out += _exact(_halves(right_ref[...]), _halves(_tile(v_ref, start, num, rows)[0]))
+        out += gpu.exact(gpu.halves(right_ref[...]), gpu.halves(_tile(v_ref, start, num, rows)[0]))
     triton.store(out_ref.at[_window(start, rows)], out, mask=inside)
 
 
@@ -219,9 +214,10 @@ def _launch_mix(left: Array, x: Array, *more: Array) -> Array:
     kernel = functools.partial(_mix_body, num=len(x), rows=_rows(len(x)))
     shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     rest = (_padded(more[0]), more[1]) if more else ()
-    return _call(kernel, shape, math.ceil(x.shape[1] / BLOCK), _padded(left), x, *rest)
+    grid = (math.ceil(x.shape[1] / BLOCK),)
+    return gpu.launch(kernel, shape, grid, _padded(left), x, *rest)
 
 
-_fused_gram = _differentiable(_launch_gram, _plain_gram)
-_fused_turn = _differentiable(_launch_mix, _plain_turn)
-_fused_mix = _differentiable(_launch_mix, _plain_mix)
+_fused_gram = gpu.differentiable(_launch_gram, _plain_gram)
+_fused_turn = gpu.differentiable(_launch_mix, _plain_turn)
+_fused_mix = gpu.differentiable(_launch_mix, _plain_mix)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import logistic, rounds
+from benchmarks import logistic, pairs, rounds
 from benchmarks.entrants import ENTRANTS, OURS, Work
 from experiments import covertype, records
 from experiments.registry import STUDIES
@@ -297,3 +297,12 @@ def test_the_command_runs_the_study(monkeypatch):
     )
     command.main(["--smoke"])
     assert asked == [("steptime", ["--smoke"])]
+
+
+def test_pairs_prints_a_row_for_each_path(capsys):
+    pairs.main(["--smoke", "--only=median"])
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["path"] for row in found] == ["fused", "plain"]
+    assert all(row["error"] < 1e-5 and row["ms"] > 0 for row in found)
+    with pytest.raises(SystemExit, match="unknown parts"):
+        pairs.main(["--only=medians"])

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import particlax as px
-from particlax import pairwise, skinny
+from particlax import gpu, pairwise, skinny
 
 SHAPES = [(2, 8192), (5, 8193), (16, 9000), (20, 12_345), (33, 8200), (64, 8321)]
 
 
 @pytest.fixture(params=["plain", "interpret"])
 def mode(request, monkeypatch):
-    monkeypatch.setattr(skinny, "MODE", None if request.param == "plain" else "interpret")
+    monkeypatch.setattr(gpu, "MODE", None if request.param == "plain" else "interpret")
     return request.param
 
 
@@ -53,8 +53,8 @@ def test_mix_is_the_sum_of_products(num, dim, mode):
 def test_modes_really_differ(monkeypatch):
     """The interpreted kernel is what runs: breaking it shows."""
     x = jnp.asarray(cloud(4, 8192)[0])
-    monkeypatch.setattr(skinny, "MODE", "interpret")
-    monkeypatch.setattr(skinny, "_halves", lambda tile: (0 * tile, 0 * tile))
+    monkeypatch.setattr(gpu, "MODE", "interpret")
+    monkeypatch.setattr(gpu, "halves", lambda tile: (0 * tile, 0 * tile))
     assert float(jnp.abs(skinny.gram(x)[0]).max()) == 0
 
 
@@ -87,10 +87,9 @@ def test_vmap_and_derivatives(mode):
 
 
 def test_other_dtypes_and_sizes_take_the_plain_path(monkeypatch):
-    monkeypatch.setattr(skinny, "MODE", "interpret")
-    monkeypatch.setattr(
-        skinny, "_halves", lambda tile: (0 * tile, 0 * tile)
-    )  # the fused one is broken
+    monkeypatch.setattr(gpu, "MODE", "interpret")
+    broken = lambda tile: (0 * tile, 0 * tile)
+    monkeypatch.setattr(gpu, "halves", broken)
     with jax.enable_x64(True):
         assert float(skinny.gram(jnp.asarray(cloud(4, 8192)[0], jnp.float64))[0].max()) > 0
     assert float(skinny.gram(jnp.asarray(cloud(4, 100)[0]))[0].max()) > 0
