@@ -2,7 +2,19 @@
 
 from benchmarks import interaction
 from benchmarks import logistic as steptime
-from experiments import cifar, few, language, logistic, mnist, reference, sensitivity, toy, uci
+from experiments import (
+    cifar,
+    crash,
+    few,
+    language,
+    logistic,
+    mnist,
+    reference,
+    sensitivity,
+    soak,
+    toy,
+    uci,
+)
 from experiments.study import Study
 
 STUDIES: dict[str, Study] = {
@@ -21,5 +33,7 @@ STUDIES: dict[str, Study] = {
         few.STUDY,
         few.KERNELS,
         uci.STUDY,
+        crash.STUDY,
+        soak.STUDY,
     )
 }

@@ -129,12 +129,7 @@ def load(
         raise OptionError(
             "load got one of flow and particles; expected both, or neither for plain arrays"
         )
-    if step == "best":
-        step = _best(place)
-    if step is None:
-        step, manifest = newest_good(place)
-    else:
-        manifest = _one(place, step)
+    step, manifest = _chosen(place, step)
     like = None
     if flow is not None:
         expect("flow", flow, Flow, "px.svgd(target, step_size=0.1)")
@@ -196,13 +191,17 @@ def refuse_misfit(path: Any, manifest: dict[str, Any], like: PyTree) -> None:
         )
 
 
-def _one(folder: Folder, step: Any) -> dict[str, Any]:
-    if step not in folder.steps():
+def _chosen(folder: Folder, step: int | str | None) -> tuple[int, dict[str, Any]]:
+    if step is None:
+        return newest_good(folder)
+    if step == "best":
+        step = _best(folder)
+    if isinstance(step, str) or step not in folder.steps():
         raise CheckpointError(
             f"there is no checkpoint of step {step!r} in {folder.path}; there are {folder.steps()}"
         )
     try:
-        return folder.verify(step)
+        return step, folder.verify(step)
     except DamagedError as damage:
         raise CheckpointError(
             f"{folder.home(step)} is damaged: {damage}. Choose another of {folder.steps()}"

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,9 +72,13 @@ class Store:
 
     def _failed(self, error: BaseException) -> CheckpointError:
         self.folder.abandon(self.step)
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if code := re.search(
+            r"os_error_code='(\d+)'", reason
+        ):  # in the middle of a page about where
+            reason = os.strerror(int(code[1]))
         return CheckpointError(
-            f"the checkpoint of step {self.step} could not be written to {self.folder.path}: {reason}"
+            f"the checkpoint of step {self.step} could not be written to {self.folder.path}: {reason[:300]}"
         )
 
     def close(self) -> None:
