@@ -197,7 +197,7 @@ STUDY = Study(
     config=Config,
     runs=runs,
     tables={"crash": Table("SIGKILL at random moments, and what the run ends in", table)},
-    smoke={"kills": 2, "steps": 60, "inputs": 5, "width": 4, "rows": 50, "batch": 10},
+    smoke={"kills": 1, "steps": 60, "inputs": 5, "width": 4, "rows": 50, "batch": 10},
 )
 
 

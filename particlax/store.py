@@ -27,12 +27,20 @@ def _orbax() -> Any:
     return orbax.checkpoint
 
 
+def _checkpointer() -> Any:
+    # A file for each array. One database for all of them (OCDBT) would lose about a kilobyte for each array and save.
+    handler = _orbax().PyTreeCheckpointHandler(use_ocdbt=False)
+    return _orbax().AsyncCheckpointer(handler)
+
+
 class Store:
     """Writes checkpoints, one at a time, while the run goes on."""
 
     def __init__(self, folder: Folder):
         self.folder = folder
-        self.orbax = _orbax().StandardCheckpointer()
+        self.orbax = _checkpointer()
+        self.quiet = contextlib.ExitStack()
+        self.quiet.enter_context(_quiet())
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.step = -1
@@ -43,9 +51,8 @@ class Store:
         arrays, leaves = encode(tree)
         self.step = step
         try:
-            place = self.folder.begin(step)
-            with _quiet():
-                self.orbax.save(str((place / ARRAYS).absolute()), arrays)
+            place = (self.folder.begin(step) / ARRAYS).absolute()
+            self.orbax.save(str(place), args=_orbax().args.PyTreeSave(arrays))
         except Exception as error:
             raise self._failed(error) from error
         work = lambda: self._finish(step, {**content, "leaves": leaves}, then)
@@ -54,8 +61,7 @@ class Store:
 
     def _finish(self, step: int, content: dict, then: Callable[[], None]) -> None:
         try:
-            with _quiet():
-                self.orbax.wait_until_finished()
+            self.orbax.wait_until_finished()
             self.folder.seal(step, content)
             then()
         except BaseException as error:
@@ -83,7 +89,7 @@ class Store:
 
     def close(self) -> None:
         """Let Orbax go; call `wait` first."""
-        with _quiet():
+        with self.quiet:
             self.orbax.close()
 
 
@@ -98,9 +104,14 @@ def _quiet() -> Iterator[None]:
         log.removeFilter(foreign)
 
 
-def encode(tree: PyTree) -> tuple[dict[str, Array], list[dict[str, Any]]]:
+def _on_host(array: Array) -> Any:
+    """Whole arrays as NumPy's. (Orbax asks TensorStore for statistics when it writes JAX's, which leaks memory.)"""
+    return np.asarray(array) if array.is_fully_addressable else array
+
+
+def encode(tree: PyTree) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The arrays of a tree by number, and what JSON must say about each leaf: place, shape, dtype, kind of key."""
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, Any] = {}
     leaves: list[dict[str, Any]] = []
     for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
         plain = jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
@@ -110,7 +121,7 @@ def encode(tree: PyTree) -> tuple[dict[str, Array], list[dict[str, Any]]]:
             entry["key"] = str(jax.random.key_impl(leaf))
         leaves.append(entry)
         if plain.size:  # Orbax refuses arrays without elements; their shape says all
-            arrays[f"{number:05d}"] = plain
+            arrays[f"{number:05d}"] = _on_host(plain)
     return arrays, leaves
 
 
@@ -136,8 +147,10 @@ def read(
         if np.prod(entry["shape"])
     }
     place = (folder.home(step) / ARRAYS).absolute()
-    with _quiet(), contextlib.closing(_orbax().StandardCheckpointer()) as orbax:
-        return decode(orbax.restore(str(place), wanted), leaves)
+    how = _orbax().checkpoint_utils.construct_restore_args(wanted)
+    with _quiet(), contextlib.closing(_checkpointer()) as orbax:
+        read = orbax.restore(str(place), args=_orbax().args.PyTreeRestore(wanted, restore_args=how))
+    return decode(read, leaves)
 
 
 def _blank(entry: dict[str, Any]) -> np.ndarray:

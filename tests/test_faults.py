@@ -55,7 +55,7 @@ def fail():
 
 def test_killed_again_and_again():
     """The short version of `python -m experiments run crash`."""
-    c = crash.Config(kills=4, steps=150, inputs=5, width=4, rows=50, batch=10)
+    c = crash.Config(kills=4, steps=120, inputs=5, width=4, rows=50, batch=10)
     (seen,) = crash.work(c, 0)
     assert seen.metrics["kills"] == 4
     assert seen.metrics["while_writing"] >= 2
@@ -82,9 +82,7 @@ DAMAGE = {
     "truncated": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
     "emptied": lambda p: p.write_bytes(b""),
     "flipped": lambda p: p.write_bytes(flip(p.read_bytes())),
-    "longer": lambda p: p.write_bytes(p.read_bytes() + b"0"),
     "removed": lambda p: p.unlink(),
-    "a folder": lambda p: (p.unlink(), p.mkdir()),
 }
 
 
@@ -94,13 +92,36 @@ def flip(content):
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_every_damaged_file_is_noticed(damage, interrupted, tmp_path, capsys):
-    """Whatever file it is, the run falls back to step 3, says so, and ends as it should."""
-    path, whole = interrupted
+def test_every_kind_of_damage_is_noticed(interrupted, tmp_path):
+    """Also a file that grew, one more file, and a folder in a file's place."""
+    path, _ = interrupted
+    more = {
+        "longer": lambda p: p.write_bytes(p.read_bytes() + b"0"),
+        "one more": lambda p: p.with_name("more").write_bytes(b""),
+        "a folder": lambda p: (p.unlink(), p.mkdir()),
+        "unreadable": lambda p: (p.unlink(), p.symlink_to("nowhere")),
+    }
+    for name in files_of(path):
+        for label, damage in (DAMAGE | more).items():
+            copy = shutil.copytree(path, tmp_path / "run")
+            damage(copy / name)
+            with pytest.raises(folder.DamagedError):
+                folder.Folder(copy).verify(6)
+                pytest.fail(f"{name}: {label}")
+            shutil.rmtree(copy)
+
+
+def files_of(path):
     files = sorted(p.relative_to(path) for p in (path / "00000006").rglob("*") if p.is_file())
     assert len(files) > 5
-    for name in files:
+    return files
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_run_falls_back_from_every_damaged_file(damage, interrupted, tmp_path, capsys):
+    """Whatever file it is, the run falls back to step 3, says so, and ends as it should."""
+    path, whole = interrupted
+    for name in files_of(path):
         copy = tmp_path / str(name).replace("/", "-")
         shutil.copytree(path, copy)
         DAMAGE[damage](copy / name)
@@ -178,6 +199,11 @@ def check_full(error, path, step, last):
     assert not list(path.glob("unfinished-*"))
 
 
+# TensorStore reports to an event loop that Orbax has closed after the error.
+ignores_closed_loops = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@ignores_closed_loops
 def test_files_that_cannot_grow(tmp_path, capfd):
     """The third checkpoint hits the limit on the size of files, as on a full disk."""
     path, limits = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -196,6 +222,7 @@ def test_files_that_cannot_grow(tmp_path, capfd):
     assert same(go(start=BIG).state, go(start=BIG, checkpoint=path, every=2).state)
 
 
+@ignores_closed_loops
 @pytest.mark.parametrize("place", ["mkdir", "seal", "save"])
 def test_no_space_at_any_stage(place, tmp_path, monkeypatch):
     path = tmp_path / "run"
@@ -210,8 +237,7 @@ def test_no_space_at_any_stage(place, tmp_path, monkeypatch):
         elif place == "seal":
             monkeypatch.setattr(folder, "_stamp", full)
         else:
-            checkpointer = store._orbax().StandardCheckpointer
-            monkeypatch.setattr(checkpointer, "save", full)
+            monkeypatch.setattr(store._orbax().AsyncCheckpointer, "save", full)
 
     with pytest.raises(CheckpointError, match="No space left on device") as error:
         go(checkpoint=path, every=2, **at_step(3, squeeze))
@@ -391,7 +417,7 @@ def test_without_a_checkpoint_ctrl_c_is_as_ever(handlers):
 
 # ------------------------------------------------------------------------------------------ lost particles
 
-CLIFF = px.Target(lambda x: jnp.where(x[0] > 1.0, jnp.nan, -0.5 * jnp.sum(x**2)))
+CLIFF = px.Target(lambda x: jnp.where(x[0] > 1.6, jnp.nan, -0.5 * jnp.sum(x**2)))
 ROUGH = px.sgld(CLIFF, step_size=0.05)
 LOW = 0.1 * cloud(8)
 
@@ -411,13 +437,13 @@ def test_the_error_names_step_particle_and_checkpoint(tmp_path):
 
 
 def test_lost_particles_are_replaced_and_counted():
-    result = go(ROUGH, LOW, 200, on_nonfinite="replace")
-    assert int(result.state.step) == 200
+    result = go(ROUGH, LOW, 90, on_nonfinite="replace")
+    assert int(result.state.step) == 90
     assert np.isfinite(result.particles).all()
     assert np.isfinite(result.log_density).all()
     assert result.replaced
     with pytest.raises(px.errors.NonFiniteError) as error:
-        go(ROUGH, LOW, 200)
+        go(ROUGH, LOW, 90)
     first = result.replaced[0]
     assert (first.step, first.particle) == (error.value.step, error.value.particles[0])
     before = np.asarray(error.value.state.particles)
@@ -445,17 +471,17 @@ def test_a_copy_is_near_its_neighbour_and_has_its_memory():
 
 
 def test_replacing_does_not_depend_on_chunks_or_crashes(tmp_path, monkeypatch):
-    whole = go(ROUGH, LOW, 120, on_nonfinite="replace")
+    whole = go(ROUGH, LOW, 90, on_nonfinite="replace")
     monkeypatch.setattr(sys.modules["particlax.run"], "CHUNK_SECONDS", 0.0)
-    cut = go(ROUGH, LOW, 120, on_nonfinite="replace")
+    cut = go(ROUGH, LOW, 90, on_nonfinite="replace")
     assert same(whole.state, cut.state)
     assert whole.replaced == cut.replaced
     monkeypatch.undo()
     saved = {"checkpoint": tmp_path / "run", "every": 10, "on_nonfinite": "replace"}
     late = whole.replaced[-1].step + 1
     with pytest.raises(ZeroDivisionError):
-        go(ROUGH, LOW, 120, **saved, **at_step(late, fail))
-    resumed = go(ROUGH, LOW, 120, **saved)
+        go(ROUGH, LOW, 90, **saved, **at_step(late, fail))
+    resumed = go(ROUGH, LOW, 90, **saved)
     assert same(whole.state, resumed.state)
     assert whole.replaced == resumed.replaced
 
