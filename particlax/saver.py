@@ -238,7 +238,10 @@ class Saver:
     def explained(self, error: NonFiniteError) -> NonFiniteError:
         """The error with the last good checkpoint."""
         assert self.store is not None
-        self.store.wait()
+        try:
+            self.store.wait()
+        except CheckpointError as failure:
+            say(str(failure))
         error.checkpoint = self._last()
         where = f"The last good checkpoint is {error.checkpoint}"
         error.args = (f"{error}. {where if error.checkpoint else 'There is no checkpoint yet'}",)
