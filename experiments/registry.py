@@ -5,12 +5,14 @@ from benchmarks import logistic as steptime
 from experiments import (
     cifar,
     cifar_time,
+    crash,
     few,
     language,
     logistic,
     mnist,
     reference,
     sensitivity,
+    soak,
     toy,
     uci,
 )
@@ -33,5 +35,7 @@ STUDIES: dict[str, Study] = {
         few.STUDY,
         few.KERNELS,
         uci.STUDY,
+        crash.STUDY,
+        soak.STUDY,
     )
 }

@@ -38,30 +38,10 @@ class Minibatches(Part):
     transform: Callable[[Key[Array, ""], PyTree], PyTree] | None
 
     def __init__(self, arrays: PyTree, batch_size: int, transform: Any = None):
-        leaves = jax.tree_util.tree_leaves_with_path(arrays)
-        if not leaves:
-            raise DataError("the data are empty; expected arrays with a leading data axis")
-        sizes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
-        heads = {shape[0] if shape else None for shape in sizes.values()}
-        if len(heads) > 1 or None in heads:
-            raise DataError(
-                f"the data have shapes {sizes}; expected the same number of rows on axis 0 of every array "
-                "(a nested list counts as a pytree: turn it into an array first)"
-            )
-        (num_data,) = heads
-        assert num_data is not None
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise DataError(f"batch_size is {batch_size!r}; expected a positive int")
-        if batch_size > num_data:
-            raise DataError(
-                f"batch_size is {batch_size} but the data have {num_data} rows; expected at most {num_data}"
-            )
-        if transform is not None and not callable(transform):
-            raise DataError(f"transform is {transform!r}; expected a function of a key and a batch")
+        self.num_data = check_batch(arrays, batch_size, transform)
         self.arrays = jax.tree.map(jnp.asarray, arrays)
         refuse_not_finite("the data", self.arrays)
         self.batch_size = batch_size
-        self.num_data = num_data
         self.transform = transform
 
     @property
@@ -71,19 +51,56 @@ class Minibatches(Part):
 
     def indices(self, key: Key[Array, ""], step: Int[Array, ""]) -> Int[Array, " n"]:
         """The row numbers of the batch of `step`."""
-        epoch, place = jnp.divmod(step, self.batches_per_epoch)
-        position = place * self.batch_size + jnp.arange(self.batch_size, dtype=jnp.int32)
-        return permuted(jax.random.fold_in(key, epoch), position, self.num_data)
+        return batch_rows(key, step, self.batch_size, self.num_data)
 
     def batch(self, key: Key[Array, ""], step: Int[Array, ""]) -> PyTree:
         """The batch of `step`."""
         rows = self.indices(key, step)
         batch = jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), self.arrays)
-        if self.transform is None:
-            return batch
-        # Epochs fold their number into the key; transforms have the stream of an epoch never reached.
-        own = jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), step)
-        return self.transform(own, batch)
+        return transformed(self.transform, key, step, batch)
+
+
+def batch_rows(
+    key: Key[Array, ""], step: Int[Array, ""], batch_size: int, num_data: int
+) -> Int[Array, " n"]:
+    """The row numbers of the batch of `step`, among `num_data` rows that each epoch shuffles anew."""
+    epoch, place = jnp.divmod(step, num_data // batch_size)
+    position = place * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+    return permuted(jax.random.fold_in(key, epoch), position, num_data)
+
+
+def transformed(transform: Any, key: Key[Array, ""], step: Int[Array, ""], batch: PyTree) -> PyTree:
+    """What the target sees of the batch of `step`."""
+    if transform is None:
+        return batch
+    # Epochs fold their number into the key; transforms have the stream of an epoch never reached.
+    own = jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), step)
+    return transform(own, batch)
+
+
+def check_batch(arrays: PyTree, batch_size: Any, transform: Any) -> int:
+    """The number of rows of `arrays`, after checking that they have one and that the batch fits."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    if not leaves:
+        raise DataError("the data are empty; expected arrays with a leading data axis")
+    sizes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
+    heads = {shape[0] if shape else None for shape in sizes.values()}
+    if len(heads) > 1 or None in heads:
+        raise DataError(
+            f"the data have shapes {sizes}; expected the same number of rows on axis 0 of every array "
+            "(a nested list counts as a pytree: turn it into an array first)"
+        )
+    (num_data,) = heads
+    assert num_data is not None
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise DataError(f"batch_size is {batch_size!r}; expected a positive int")
+    if batch_size > num_data:
+        raise DataError(
+            f"batch_size is {batch_size} but the data have {num_data} rows; expected at most {num_data}"
+        )
+    if transform is not None and not callable(transform):
+        raise DataError(f"transform is {transform!r}; expected a function of a key and a batch")
+    return num_data
 
 
 def permuted(key: Key[Array, ""], position: Int[Array, " n"], num: int) -> Int[Array, " n"]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "NonFiniteError",
     "OptionError",
@@ -36,14 +37,34 @@ class OptionError(ParticlaxError, ValueError, TypeError):
     """An option is unknown, out of range, or does not fit the others."""
 
 
-class NonFiniteError(ParticlaxError, FloatingPointError):
-    """A run met NaN or infinity; `step`, `particles` say where, `state` is the last good state."""
+class CheckpointError(ParticlaxError, RuntimeError):
+    """Checkpoints cannot be written, read, or belong to another run; `state` is where a run that wrote them was."""
 
-    def __init__(self, message: str, *, step: int, particles: list[int], state: Any):
+    def __init__(self, message: str, *, state: Any = None):
+        super().__init__(message)
+        self.state = state
+
+
+class NonFiniteError(ParticlaxError, FloatingPointError):
+    """A run met NaN or infinity; `step`, `particles` say where, `state` is the last good state.
+
+    `checkpoint` is the path of the last good checkpoint, where the run made some.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int,
+        particles: list[int],
+        state: Any,
+        checkpoint: str | None = None,
+    ):
         super().__init__(message)
         self.step = step
         self.particles = particles
         self.state = state
+        self.checkpoint = checkpoint
 
 
 P = ParamSpec("P")

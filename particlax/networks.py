@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax.checks import Part, Scheduled, number, positive, refuse_not_finite
@@ -260,7 +261,9 @@ def _check_labels(logits: Any, data: Any) -> None:
     """Refuse labels that are not whole numbers below the number of classes: a gather would not notice."""
     labels, num = data["y"], logits.shape[-1]
     whole_numbers = jnp.issubdtype(labels.dtype, jnp.integer)
-    low, high = (int(jnp.min(labels)), int(jnp.max(labels))) if whole_numbers else (0, 0)
+    # Labels on the disk are looked through where they are.
+    seen = labels if isinstance(labels, jax.Array) else np.asarray(labels)
+    low, high = (int(seen.min()), int(seen.max())) if whole_numbers else (0, 0)
     if not whole_numbers or low < 0 or high >= num:
         seen = f"from {low} to {high}" if whole_numbers else f"of dtype {labels.dtype}"
         raise DataError(

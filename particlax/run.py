@@ -1,5 +1,9 @@
 """Running a flow: thousands of steps inside one compiled loop, Python only between chunks."""
 
+import contextlib
+import dataclasses
+import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,15 +12,18 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from particlax.checkpoints import Checkpoints
 from particlax.checks import as_key, refuse_not_finite, whole
 from particlax.data import Minibatches
-from particlax.errors import DataError, NonFiniteError, OptionError, expect, known_options
-from particlax.flow import Flow, Info, State
-from particlax.particles import num_particles
+from particlax.engine import Clock, Fixed, Replaced, Taken, advance, advance_mending, copy
+from particlax.errors import DataError, NonFiniteError, OptionError, expect, known_options, one_of
+from particlax.fingerprint import describe_run
+from particlax.flow import Flow, State
+from particlax.progress import Bar
+from particlax.saver import Begun, NoSaver, Saver
+from particlax.streams import Feed, Stream
 from particlax.target import num_rows
 
 __all__ = ["History", "Result", "Snapshot", "run"]
@@ -54,6 +61,8 @@ class Result(eqx.Module):
     seconds: float
     stopped: bool
     """Whether an observer ended the run early."""
+    replaced: tuple[Replaced, ...] = ()
+    """Particles that were not finite and were replaced: step, particle, neighbour (`on_nonfinite="replace"`)."""
 
     @property
     def particles(self) -> PyTree[Float[Array, "M ..."]]:
@@ -79,18 +88,25 @@ def run(
     *,
     steps: int,
     key: Key[Array, ""],
-    data: PyTree | Minibatches = None,
+    data: PyTree | Minibatches | Stream = None,
     thin: int | None = None,
     observers: Callable[[Snapshot], Any] | Sequence[Callable[[Snapshot], Any]] = (),
     observe_every: int | None = None,
     progress: bool = True,
+    checkpoint: str | os.PathLike | Checkpoints | None = None,
+    every: int | str | None = None,
+    on_nonfinite: str = "stop",
 ) -> Result:
     """Take `steps` steps of `flow` from `particles`, or go on from the `state` of an earlier result.
 
-    `data` is `px.Minibatches(arrays, n)`, or plain arrays for full batches. `thin=k` keeps every k-th cloud in
-    `history`. Observers are called with a `Snapshot` every `observe_every` steps (by default about twice a
-    second); one that returns True ends the run. Same key, same result, however the run is cut: noise and
-    batches depend on the key and the step number.
+    `data` is `px.Minibatches(arrays, n)`, `px.Stream(arrays, n)` if they do not fit into memory, or plain arrays for full batches.
+    `thin=k` keeps every k-th cloud in `history`. Observers are called with a `Snapshot` every `observe_every` steps (by default
+    about twice a second); one that returns True ends the run. Same key, same result, however the run is cut: noise
+    and batches depend on the key and the step number.
+
+    `checkpoint` is a folder (or `px.Checkpoints`) to which the state is saved `every` so many steps or minutes ("5min"); the same
+    command again goes on from there. `on_nonfinite="replace"` replaces particles that are not finite by a
+    neighbour's copy, where "stop" ends the run.
 
     >>> import particlax as px
     >>> target = px.Target(lambda x: -0.5 * jnp.sum(x**2))
@@ -104,43 +120,133 @@ def run(
     for name, value in (("thin", thin), ("observe_every", observe_every)):
         if value is not None:
             whole(name, value, 1)
-    watching = [observers] if callable(observers) else list(observers)
+    one_of("on_nonfinite", on_nonfinite, ("stop", "replace"))
     expect("flow", flow, Flow, "px.svgd(target, optimizer=optax.adam(0.05))")
-    key = as_key(key)
+    watching = [observers] if callable(observers) else list(observers)
+    key, saver = as_key(key), _saver(checkpoint, every, thin)
     state = _resumed(flow, particles) if isinstance(particles, State) else flow.init(particles)
     if thin and state.shared is not None:
         raise OptionError(
             "thin keeps clouds along the way, but not the leaves that they share, without which they mean nothing; leave "
             "thin out, and keep what you need with an observer"
         )
-    batches = _checked_data(flow, state, data, key)
-    # Noise is folded from the key by step number; batches have the stream of a step never reached.
-    fixed = (flow, batches, key, jax.random.fold_in(key, 2**31 - 1))
-    began, first, stopped = time.perf_counter(), int(state.step), False
-    log_density: Array = jnp.full(num_particles(state.particles), jnp.nan)
-    pace, keeper = _Pace(steps, observe_every if watching else None), _Keeper(state, thin, steps)
-    with _Bar(steps, progress) as bar:
-        while pace.done < steps and not stopped:
-            size = min(pace.next(), keeper.room(int(state.step)))
-            state, log_density, kept = _advance(fixed, state, size, keeper)
-            keeper.keep(int(state.step) - size, size, kept)
-            pace.took(size)
+    first = int(state.step)
+    with saver:
+        begun = saver.begin(lambda: describe_run(flow, state, data, key), state, first + steps)
+        task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite)
+        begun = begun._replace(
+            stopped=begun.stopped and bool(watching)
+        )  # nobody left who would stop it again
+        with task.source(begun, data), Bar(steps, progress, int(begun.state.step) - first) as bar:
+            return task.run(begun, saver, bar)
+
+
+def _saver(checkpoint: Any, every: int | str | None, thin: int | None) -> Saver | NoSaver:
+    if checkpoint is None:
+        if every is not None:
+            raise OptionError(f"every is {every!r} without a checkpoint; add checkpoint='a folder'")
+        return NoSaver()
+    if thin:
+        raise OptionError(
+            "thin keeps clouds in memory, where a checkpoint cannot find them again; leave thin out and write what you need to "
+            "a file of your own with an observer, or leave checkpoint out"
+        )
+    if not isinstance(checkpoint, Checkpoints):
+        return Saver(Checkpoints(checkpoint, "5min" if every is None else every))
+    if every is not None:
+        raise OptionError(
+            "every came beside px.Checkpoints; give it there: px.Checkpoints(folder, every=...)"
+        )
+    return Saver(checkpoint)
+
+
+@dataclasses.dataclass
+class _Task:
+    """One call of `run`: what to do, and the loop that does it."""
+
+    flow: Flow
+    key: Array
+    first: int
+    steps: int
+    thin: int | None
+    watching: list[Callable[[Snapshot], Any]]
+    observe_every: int | None
+    on_nonfinite: str
+    feed: Feed | None = None
+    data: Any = None
+
+    def __post_init__(self) -> None:
+        self.last = self.first + self.steps
+        # Noise is folded from the key by step number; batches have the stream of a step never reached.
+        self.data_key = jax.random.fold_in(self.key, 2**31 - 1)
+
+    @contextlib.contextmanager
+    def source(self, begun: Begun, data: Any) -> Any:
+        """The data of the run, checked; streams are open while the run goes on."""
+        if not isinstance(data, Stream) or self.steps == 0:
+            self.data = (
+                None
+                if isinstance(data, Stream)
+                else _checked_data(self.flow, begun.state, data, self.key)
+            )
+            yield
+            return
+        span = (self.first, int(begun.state.step), self.last)
+        feed = Feed(data, self.data_key, span, begun.position)
+        self.feed = feed
+        try:
+            _check_stream(self.flow, begun.state, data, feed, self.key)
+            yield
+        finally:
+            feed.close()
+
+    def run(self, begun: Begun, saver: Saver | NoSaver, bar: Bar) -> Result:
+        """Step until the end, looking up between chunks."""
+        began, (state, log_density, replaced, _, stopped) = time.perf_counter(), begun
+        every = self.observe_every if self.watching else None
+        pace = _Pace(self.steps, every, int(state.step) - self.first)
+        keeper = _Keeper(state, self.thin, self.steps)
+        while pace.done < self.steps and not stopped:
+            step = self.first + pace.done
+            size = min(pace.next(), keeper.room(step), saver.room(step), self._room(step))
+            try:
+                taken = self._advance(state, step, size, keeper, replaced)
+            except NonFiniteError as error:
+                raise saver.explained(error) from None
+            state, log_density = taken.state, taken.log_density if taken.steps else log_density
+            keeper.keep(step, taken.steps, taken.kept)
+            pace.took(taken.steps)
             seconds = time.perf_counter() - began
             bar.update(pace.done, seconds, log_density)
-            if pace.due():
-                stopped = _observe(watching, state, log_density, first + steps, seconds)
-    return Result(state, log_density, keeper.history(), time.perf_counter() - began, stopped)
+            shown = functools.partial(self._shown, state, log_density, seconds)
+            if taken.steps and pace.due():
+                stopped = _observe(self.watching, shown)
+            place = self.feed.position(step + taken.steps) if self.feed else None
+            here = Begun(state, log_density, replaced, place, stopped)
+            saver.look(here, end=stopped or pace.done == self.steps, snapshot=shown)
+        seconds = time.perf_counter() - began
+        return Result(state, log_density, keeper.history(), seconds, stopped, tuple(replaced))
+
+    def _room(self, step: int) -> int:
+        return self.feed.room(step) if self.feed else 1 << 30
+
+    def _advance(
+        self, state: State, step: int, size: int, keeper: "_Keeper", replaced: list[Replaced]
+    ) -> Taken:
+        data = self.feed.at(step) if self.feed else self.data
+        fixed = Fixed(self.flow, data, self.key, self.data_key)
+        clock = Clock(jnp.int32(max(keeper.thin, 1)), keeper.rows)
+        if self.on_nonfinite == "replace":
+            return advance_mending(fixed, state, size, clock, replaced)
+        return advance(fixed, state, size, clock)
+
+    def _shown(self, state: State, log_density: Array, seconds: float) -> Snapshot:
+        return Snapshot(copy(state), log_density, self.last, seconds)
 
 
-def _observe(
-    observers: Sequence[Callable[[Snapshot], Any]],
-    state: State,
-    log_density: Array,
-    steps: int,
-    seconds: float,
-) -> bool:
+def _observe(observers: Sequence[Callable[[Snapshot], Any]], shown: Callable[[], Snapshot]) -> bool:
     """Show every observer a snapshot of its own; whether one of them answered True."""
-    answers = [watch(Snapshot(_copy(state), log_density, steps, seconds)) for watch in observers]
+    answers = [watch(shown()) for watch in observers]
     return any(
         np.ndim(answer) == 0 and np.asarray(answer).dtype == bool and bool(answer)
         for answer in answers
@@ -150,9 +256,9 @@ def _observe(
 class _Pace:
     """How many steps to take before Python looks again."""
 
-    def __init__(self, steps: int, every: int | None):
+    def __init__(self, steps: int, every: int | None, done: int):
         self.steps, self.every = steps, every
-        self.done, self.chunk, self.mark = 0, 1, time.perf_counter()
+        self.done, self.chunk, self.mark = done, 1, time.perf_counter()
 
     def next(self) -> int:
         self.mark = time.perf_counter()
@@ -203,149 +309,6 @@ class _Keeper:
         return History(np.concatenate(self.steps), clouds)
 
 
-class _Bar:
-    """The progress bar: share done, steps per second, time left, mean log density."""
-
-    def __init__(self, steps: int, shown: bool):
-        self.bar = Progress(
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[note]}"),
-            disable=not shown,
-        )
-        self.task = self.bar.add_task("", total=steps, rate="", note="")
-
-    def __enter__(self) -> "_Bar":
-        self.bar.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.bar.__exit__(*error)
-
-    def update(self, done: int, seconds: float, log_density: Array) -> None:
-        if not self.bar.disable:
-            note = f"mean log density {float(jnp.mean(log_density)):.4g}"
-            self.bar.update(self.task, completed=done, rate=f"{done / seconds:.0f}/s", note=note)
-
-
-def _step(fixed: Any, state: State) -> tuple[State, Info]:
-    flow, data, noise_key, data_key = fixed
-    batch = data.batch(data_key, state.step) if isinstance(data, Minibatches) else data
-    return flow.step(noise_key, state, batch)
-
-
-def _one(fixed: Any, state: State) -> tuple[State, Array]:
-    state, info = _step(fixed, state)
-    return state, info.log_density.astype(jnp.result_type(float))
-
-
-@eqx.filter_jit(donate="all-except-first")
-def _chunk(fixed: Any, state: State, size: Array, thin: Array, rows: int) -> Any:
-    """`size` steps; with `rows`, the clouds of steps that `thin` divides, in a buffer."""
-
-    def body(_: Any, carry: Any) -> Any:
-        state, _, ok, buffer, row = carry
-        state, log_density = _one(fixed, state)
-        ok = ok & ~jnp.any(_bad_value(log_density))
-        if rows:
-            # Every cloud is written, only the wanted ones are left behind: no branch, no copy.
-            buffer = jax.tree.map(lambda b, p: b.at[row].set(p), buffer, state.particles)
-            row = row + (state.step % thin == 0)
-        return state, log_density, ok, buffer, row
-
-    blank = jnp.zeros(num_particles(state.particles), jnp.result_type(float))
-    empty = jax.tree.map(lambda p: jnp.zeros((rows + 1, *p.shape), p.dtype), state.particles)
-    carry = (state, blank, jnp.array(True), empty if rows else None, jnp.int32(0))
-    state, log_density, ok, buffer, _ = lax.fori_loop(0, size, body, carry)
-    return state, log_density, ok & ~jnp.any(_bad_move(state)), buffer
-
-
-def _bad_value(log_density: Array) -> Array:
-    return ~jnp.isfinite(log_density)
-
-
-def _bad_particles(tree: PyTree) -> Array:
-    flags = [
-        jnp.any(~jnp.isfinite(leaf.reshape(len(leaf), -1)), axis=1)
-        for leaf in jax.tree.leaves(tree)
-    ]
-    return jnp.any(jnp.stack(flags), axis=0)
-
-
-def _bad_move(state: State) -> Array:
-    """Which particles are not finite: all of them where a leaf that they share is not."""
-    shared = () if state.shared is None else state.shared.values
-    lost = [jnp.any(~jnp.isfinite(leaf)) for leaf in jax.tree.leaves(shared)]
-    return _bad_particles(state.particles) | jnp.any(jnp.array([False, *lost]))
-
-
-def _advance(fixed: Any, state: State, size: int, keeper: _Keeper) -> tuple[State, Array, PyTree]:
-    before = _copy(state)  # the chunk donates its input; from this copy a failure is replayed
-    thin, rows = jnp.int32(max(keeper.thin, 1)), keeper.rows
-    state, log_density, ok, kept = _chunk(fixed, state, jnp.int32(size), thin, rows)
-    if not bool(ok):
-        raise _failure(fixed, before, size)
-    return state, log_density, kept
-
-
-@eqx.filter_jit
-def _replay(fixed: Any, state: State, size: Array) -> tuple[State, Array]:
-    """Step until something is not finite: the state before, and which particles are bad, by value,
-    score and move."""
-
-    def going(carry: Any) -> Array:
-        return (carry[0] < size) & ~jnp.any(carry[2][jnp.array([0, 2])])  # as _chunk sees it
-
-    def body(carry: Any) -> Any:
-        count, state, _ = carry
-        moved, info = _step(fixed, state)
-        bad = (
-            _bad_value(info.log_density),
-            _bad_particles(info.score),
-            _bad_move(moved),
-        )
-        good = ~jnp.any(bad[0] | bad[2])
-        state = jax.tree.map(lambda new, old: jnp.where(good, new, old), moved, state)
-        return count + 1, state, jnp.stack(bad)
-
-    fine = jnp.zeros((3, num_particles(state.particles)), bool)
-    _, state, bad = lax.while_loop(going, body, (jnp.int32(0), state, fine))
-    return state, bad
-
-
-def _failure(fixed: Any, before: State, size: int) -> NonFiniteError:
-    """The error for a chunk that met NaN, by replaying it step by step from its start."""
-    state, flags = _replay(fixed, before, jnp.int32(size))
-    step, num = int(state.step), num_particles(state.particles)
-    cause = int(np.argmax(np.asarray(flags).any(1)))
-    bad = np.flatnonzero(np.asarray(flags[cause])).tolist()
-    listed = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")
-    what, remedy = (
-        ("the log density is NaN or infinite", "Check the log density there"),
-        ("the score is not finite", "Check the gradient of the log density there"),
-        (
-            "the move is not finite",
-            "Try a smaller step size, and check that no schedule turns negative",
-        ),
-    )[cause]
-    if cause < 2 and step > 0:
-        remedy += ", or try a smaller step size if the particles have run away"
-    start = " (the starting points)" if step == 0 else ""
-    return NonFiniteError(
-        f"at step {step}{start}, {what} at {len(bad)} of {num} particles ({listed}). {remedy}. "
-        "The last good state, before this step, is in this error's .state",
-        step=step,
-        particles=bad,
-        state=state,
-    )
-
-
-def _copy(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
-
-
 def _resumed(flow: Flow, state: State) -> State:
     """A copy of an earlier state, if it is one of this flow."""
     shared = None if state.shared is None else state.shared.values
@@ -360,7 +323,7 @@ def _resumed(flow: Flow, state: State) -> State:
             "another integrator, other terms or other particles. Go on with the same flow, or start anew from "
             "state.particles"
         )
-    return _copy(state)
+    return copy(state)
 
 
 def _checked_data(flow: Flow, state: State, data: Any, key: Array) -> Any:
@@ -374,10 +337,23 @@ def _checked_data(flow: Flow, state: State, data: Any, key: Array) -> Any:
         batch = arrays = data = jax.tree.map(jnp.asarray, data)
         num = num_rows(data)
         refuse_not_finite("the data", data)
+    _refuse_other_size(num, wanted)
+    flow.check_data(state, batch, arrays)
+    return data
+
+
+def _check_stream(flow: Flow, state: State, data: Stream, feed: Feed, key: Array) -> None:
+    if flow.target.num_data is None:
+        return
+    _refuse_other_size(data.num_data, flow.target.num_data)
+    see = lambda batch: batch if data.transform is None else data.transform(key, batch)
+    batch = jax.eval_shape(see, feed.example)
+    flow.check_data(state, batch, feed.example if data.ready_made else data.source)
+
+
+def _refuse_other_size(num: int, wanted: int) -> None:
     if num != wanted:
         raise DataError(
             f"the data have {num} rows but the target was made with num_data={wanted}; expected the same "
             "number, since the likelihood is scaled by num_data / batch size"
         )
-    flow.check_data(state, batch, arrays)
-    return data

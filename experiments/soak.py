@@ -1,0 +1,170 @@
+"""One hour of steps with checkpoints and observers: memory and open files must not grow.
+
+MALLOC_ARENA_MAX=2 python -m experiments run soak
+
+Every save starts and ends threads. glibc gives threads heaps of their own, up to eight for each core, and keeps what they leave behind;
+with two heaps that growth, which is bounded but slow to end, does not hide what the run itself would lose.
+"""
+
+import dataclasses
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import particlax as px
+from experiments import crash, report
+from experiments.study import Evaluation, Run, Study, Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of the soak test."""
+
+    seconds: float = 3600.0
+    every: str = "2s"
+    samples: int = 400
+    particles: int = 4
+    inputs: int = 784
+    width: int = 32
+    rows: int = 2000
+    batch: int = 50
+    streamed: bool = True
+    seeds: int = 1
+
+
+class Gauge:
+    """An observer that notes memory and open files, and ends the run when its time is over."""
+
+    def __init__(self, seconds: float, samples: int):
+        self.seconds, self.pause = seconds, seconds / samples
+        self.next, self.end, self.rows, self.saves = 0.0, float("inf"), [], 0
+
+    def __call__(self, snapshot: Any) -> bool:
+        """One look: a row of numbers, if it is time for one."""
+        now = time.perf_counter()
+        self.end = min(
+            self.end, now + self.seconds
+        )  # from the first look on: compiling does not count
+        if now >= self.next:
+            self.next = now + self.pause
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            files = len(os.listdir("/proc/self/fd"))
+            self.rows.append((now, pages * resource.getpagesize() / 2**20, files))
+        return now >= self.end
+
+    def value(self, snapshot: Any) -> float:
+        """What the best checkpoint is chosen by; asked for at every save."""
+        self.saves += 1
+        return float(snapshot.log_density.mean())
+
+
+def slope(times: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """Least squares: growth per hour, and its standard error from the residuals of ten blocks."""
+    blocks = [
+        (t.mean(), v.mean())
+        for t, v in zip(np.array_split(times, 10), np.array_split(values, 10), strict=True)
+    ]
+    t, v = np.array(blocks).T
+    t = (t - t.mean()) / 3600
+    found = float(t @ v / (t @ t))
+    rest = v - v.mean() - found * t
+    return found, float(np.sqrt(rest @ rest / (len(t) - 2) / (t @ t)))
+
+
+def work(c: Config, seed: int) -> Iterator[Evaluation]:
+    """One long run; growth is measured after its first fifth."""
+    began = time.perf_counter()
+    like = crash.Config(
+        particles=c.particles, inputs=c.inputs, width=c.width, rows=c.rows, batch=c.batch
+    )
+    flow, start, data, key = crash.networks(like, seed)
+    arrays = {name: np.asarray(leaf) for name, leaf in data.arrays.items()}
+    gauge = Gauge(c.seconds, c.samples)
+    with tempfile.TemporaryDirectory() as scratch:
+        result = px.run(
+            flow,
+            start,
+            steps=2**30,
+            key=key,
+            data=px.Stream(arrays, c.batch) if c.streamed else data,
+            observers=gauge,
+            checkpoint=px.Checkpoints(scratch, every=c.every, best=gauge.value),
+            progress=False,
+        )
+    times, memory, files = np.array(gauge.rows[len(gauge.rows) // 5 :]).T
+    growth, error = slope(times, memory)
+    metrics = {
+        "steps": int(result.state.step),
+        "checkpoints": gauge.saves,
+        "memory_mb": memory.mean(),
+        "growth_mb_per_hour": growth,
+        "standard_error": error,
+        "files_first": files[0],
+        "files_last": files[-1],
+    }
+    extra = {
+        "arenas": os.environ.get("MALLOC_ARENA_MAX", ""),
+        "memory": [round(float(m), 2) for m in memory],
+        "files": [int(f) for f in files],
+    }
+    yield Evaluation(metrics, time.perf_counter() - began, extra)
+
+
+def runs(c: Config) -> Iterator[Run]:
+    """One run for each seed."""
+    settings = {key: value for key, value in dataclasses.asdict(c).items() if key != "seeds"}
+    for seed in range(c.seeds):
+        yield Run(settings, seed, lambda seed=seed: work(c, seed))
+
+
+def table(found: list[dict]) -> report.Rows:
+    """One row for each seed."""
+    rows = [
+        [
+            "seed",
+            "steps",
+            "checkpoints",
+            "memory, MB",
+            "growth, MB/hour",
+            "open files, first and last",
+        ]
+    ]
+    for entry in found:
+        m = entry["metrics"]
+        rows.append(
+            [
+                str(entry["seed"]),
+                f"{m['steps']:.0f}",
+                f"{m['checkpoints']:.0f}",
+                f"{m['memory_mb']:.0f}",
+                f"{m['growth_mb_per_hour']:.2f} ± {m['standard_error']:.2f}",
+                f"{m['files_first']:.0f}, {m['files_last']:.0f}",
+            ]
+        )
+    return rows
+
+
+STUDY = Study(
+    name="soak",
+    title="One hour of steps with checkpoints, a stream and observers",
+    paper="",
+    takes="1 hour",
+    config=Config,
+    runs=runs,
+    tables={"soak": Table("memory and open files", table)},
+    smoke={
+        "seconds": 3.0,
+        "every": 20,
+        "samples": 30,
+        "inputs": 5,
+        "width": 4,
+        "rows": 50,
+        "batch": 10,
+    },
+)

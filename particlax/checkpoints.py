@@ -1,0 +1,262 @@
+"""Checkpoints of a run: where, when and which to keep, and how to read them."""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from particlax.checks import Part, whole
+from particlax.errors import CheckpointError, OptionError, expect, known_options
+from particlax.flow import Flow, State
+from particlax.folder import DamagedError, Folder
+from particlax.store import read
+
+__all__ = ["Checkpoint", "Checkpoints", "Interrupted", "load"]
+
+EXIT_SAVED = 75
+"""Exit code of a run that was told to end (SIGTERM) and has saved its state: run the same command again."""
+UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a run after its state was saved; `state` is that state, `checkpoint` the path."""
+
+    def __init__(self, message: str, *, state: State, checkpoint: str):
+        super().__init__(message)
+        self.state = state
+        self.checkpoint = checkpoint
+
+
+class Checkpoints(Part):
+    """Where a run saves its state, how often, and which it keeps: `px.run(..., checkpoint=Checkpoints("runs/one"))`.
+
+    `every` is a number of steps or a time ("30s", "5min", "2h"). The last `keep` are kept, and the best, if `best(snapshot)` gives a
+    number, the larger the better. With `strict=False` a run goes on from checkpoints of another config or version, as long as
+    the arrays fit.
+
+    >>> Checkpoints("runs/one", every=100, keep=2).every
+    100
+    """
+
+    folder: str
+    every: int | str = "5min"
+    keep: int = 3
+    best: Callable[[Any], Any] | None = None
+    strict: bool = True
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        every: int | str = "5min",
+        keep: int = 3,
+        best: Callable[[Any], Any] | None = None,
+        strict: bool = True,
+    ):
+        if not isinstance(folder, (str, os.PathLike)) or not str(folder):
+            raise OptionError(
+                f"checkpoint is {folder!r}; expected the name of a folder, or px.Checkpoints"
+            )
+        if isinstance(every, str):
+            seconds(every)
+        else:
+            whole("every", every, 1)
+        whole("keep", keep, 1)
+        if best is not None and not callable(best):
+            raise OptionError(
+                f"best is {best!r}; expected a function of a snapshot that returns a number"
+            )
+        self.folder, self.every, self.keep = os.fspath(folder), every, int(keep)
+        self.best, self.strict = best, bool(strict)
+
+
+def seconds(text: str) -> float:
+    """A time such as "5min" in seconds.
+
+    >>> seconds("1.5h")
+    5400.0
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", text.strip())
+    if found is None or not float(found[1]):
+        raise OptionError(
+            f"every is {text!r}; expected a number of steps, or a time such as '30s', '5min' or '2h'"
+        )
+    return float(found[1]) * UNITS[found[2]]
+
+
+class Checkpoint(eqx.Module):
+    """A checkpoint that was read. Without a flow the trees are plain dicts and lists of NumPy arrays, and `state` is None."""
+
+    step: int
+    particles: PyTree
+    carried: PyTree
+    """What each particle carries beside its position; () if nothing."""
+    shared: PyTree
+    """The leaves that all particles share, or None."""
+    log_density: PyTree
+    state: State | None
+    value: float | None
+    """What `best` gave for it."""
+    config: dict[str, str]
+    versions: dict[str, str]
+    path: str
+
+
+@known_options
+def load(
+    folder: str | os.PathLike,
+    step: int | str | None = None,
+    *,
+    flow: Flow | None = None,
+    particles: PyTree | State = None,
+) -> Checkpoint:
+    """Read the newest good checkpoint of a folder, that of a `step`, or the `"best"`.
+
+    With the flow, and particles as the run was started from (only their structure counts), `state` is complete: to go on
+    from, or for `px.predictive`. Nothing in the folder is changed, so it may be read while its run goes on.
+    """
+    place = Folder(folder)
+    if not place.steps():
+        raise CheckpointError(
+            f"there are no checkpoints in {place.path}; look at the name of the folder"
+        )
+    if (flow is None) != (particles is None):
+        raise OptionError(
+            "load got one of flow and particles; expected both, or neither for plain arrays"
+        )
+    step, manifest = _chosen(place, step)
+    like = None
+    if flow is not None:
+        expect("flow", flow, Flow, "px.svgd(target, step_size=0.1)")
+        like = _like(flow, particles)
+        refuse_misfit(place.path, manifest, like)
+    leaves = read(place, step, manifest["leaves"], None if like is None else jax.tree.leaves(like))
+    tree = None if like is None else jax.tree.unflatten(jax.tree.structure(like), leaves)
+    nested = _nested(manifest["leaves"], leaves)
+    state = nested["state"]
+    return Checkpoint(
+        step=step,
+        particles=state["particles"] if tree is None else tree["state"].particles,
+        carried=state.get("carried", ()) if tree is None else tree["state"].carried,
+        shared=state.get("shared", {}).get("values") if tree is None else _values(tree["state"]),
+        log_density=nested["log_density"],
+        state=None if tree is None else jax.tree.map(jnp.copy, tree["state"]),
+        value=manifest["value"],
+        config=manifest["config"],
+        versions=manifest["versions"],
+        path=str(place.home(step)),
+    )
+
+
+def say(line: str) -> None:
+    """One line to the user, whatever else is printed."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def newest_good(folder: Folder) -> tuple[int, dict[str, Any]]:
+    """Step and manifest of the last checkpoint that is not damaged; says which ones it left out."""
+    reasons = []
+    for step in reversed(folder.steps()):
+        try:
+            manifest = folder.verify(step)
+        except DamagedError as damage:
+            reasons.append(f"{folder.home(step)} is damaged: {damage}")
+            continue
+        for reason in reasons:
+            say(f"{reason}. Falling back to step {step}")
+        return step, manifest
+    raise CheckpointError(
+        f"no good checkpoint is left in {folder.path}: {'; '.join(reasons)}. Bring one back from a copy; to start anew, use "
+        "another folder or remove this one"
+    )
+
+
+def refuse_misfit(path: Any, manifest: dict[str, Any], like: PyTree) -> None:
+    """Refuse a checkpoint whose arrays are not those of the tree `like`."""
+    leaves = jax.tree_util.tree_leaves_with_path(like)
+    shape = lambda leaf: (list(leaf.shape), str(leaf.dtype))
+    saved = [(entry["shape"], entry["dtype"]) for entry in manifest["leaves"] if "key" not in entry]
+    plain = [leaf for _, leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    if len(leaves) != len(manifest["leaves"]) or [shape(leaf) for leaf in plain] != saved:
+        wanted = {jax.tree_util.keystr(p): f"{leaf.dtype}{list(leaf.shape)}" for p, leaf in leaves}
+        found = [f"{entry['dtype']}{entry['shape']}" for entry in manifest["leaves"]]
+        raise CheckpointError(
+            f"the arrays in {path} do not fit this flow: found {', '.join(found)}; expected "
+            f"{', '.join(f'{name[1:]} {what}' for name, what in wanted.items())}. Use the flow and the number of particles of that run"
+        )
+
+
+def _chosen(folder: Folder, step: int | str | None) -> tuple[int, dict[str, Any]]:
+    if step is None:
+        return newest_good(folder)
+    if step == "best":
+        step = _best(folder)
+    if isinstance(step, str) or step not in folder.steps():
+        raise CheckpointError(
+            f"there is no checkpoint of step {step!r} in {folder.path}; there are {folder.steps()}"
+        )
+    try:
+        return step, folder.verify(step)
+    except DamagedError as damage:
+        raise CheckpointError(
+            f"{folder.home(step)} is damaged: {damage}. Choose another of {folder.steps()}"
+        ) from None
+
+
+def values(folder: Folder) -> dict[int, float]:
+    """What `best` gave, by step; without those that cannot be read."""
+    found = {}
+    for step in folder.steps():
+        try:
+            value = folder.manifest(step)["value"]
+        except DamagedError:
+            continue
+        if value is not None:
+            found[step] = value
+    return found
+
+
+def _best(folder: Folder) -> int:
+    known = values(folder)
+    if not known:
+        raise CheckpointError(
+            f"no checkpoint in {folder.path} has a value; save with px.Checkpoints(..., best=function of a snapshot)"
+        )
+    return max(known, key=lambda step: known[step])
+
+
+def _values(state: State) -> PyTree:
+    return None if state.shared is None else state.shared.values
+
+
+def _like(flow: Flow, particles: PyTree | State) -> PyTree:
+    shape = lambda tree: jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
+    state = particles if isinstance(particles, State) else flow.init(particles)
+    cloud = jax.tree.leaves(state.particles)[0]
+    return {
+        "log_density": jax.ShapeDtypeStruct(cloud.shape[:1], jnp.result_type(float)),
+        "state": shape(state),
+    }
+
+
+def _nested(entries: list[dict[str, Any]], leaves: list[Any]) -> Any:
+    """Leaves as nested dicts and lists, by their places alone."""
+    tree: dict[Any, Any] = {}
+    for entry, leaf in zip(entries, leaves, strict=True):
+        node, kinds = tree, entry["place"]
+        for kind, name in kinds[:-1]:
+            node = node.setdefault((kind, name), {})
+        node[tuple(kinds[-1])] = leaf
+    return _plain(tree)
+
+
+def _plain(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    inside = {name: _plain(part) for (_, name), part in node.items()}
+    return list(inside.values()) if all(kind == "item" for kind, _ in node) else inside

@@ -1,0 +1,226 @@
+"""The compiled part of a run: chunks of steps, the search for a step that failed, and the mending of lost particles."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from particlax.data import Minibatches
+from particlax.errors import NonFiniteError
+from particlax.flow import Flow, Info, State
+from particlax.pairwise import wide
+from particlax.particles import num_particles, random_like
+from particlax.streams import Block
+
+NOISE = 0.01
+"""Noise on a copy that replaces a lost particle, in units of the cloud's spread."""
+ATTEMPTS = 10
+"""How often particles are replaced at one and the same step before the run gives up."""
+
+
+class Fixed(NamedTuple):
+    """What stays as it is within a chunk."""
+
+    flow: Flow
+    data: Any
+    noise_key: Array
+    data_key: Array
+
+
+class Clock(NamedTuple):
+    """Which clouds to keep: of every `thin` steps one, in a buffer for `rows` of them; none without rows."""
+
+    thin: Array
+    rows: int
+
+
+class Taken(NamedTuple):
+    """A number of steps that were taken: where they led, and the clouds kept on the way."""
+
+    state: State
+    log_density: Array
+    kept: PyTree
+    steps: int
+
+
+class Replaced(NamedTuple):
+    """A particle that was not finite, and the neighbour whose copy took its place before that step."""
+
+    step: int
+    particle: int
+    neighbour: int
+
+
+def copy(tree: Any) -> Any:
+    """Arrays of one's own, safe from donation."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def advance(fixed: Fixed, state: State, size: int, clock: Clock) -> Taken:
+    """Take `size` steps; `NonFiniteError` where one of them fails."""
+    before = copy(state)  # the chunk donates its input; from this copy a failure is replayed
+    state, log_density, ok, kept = _chunk(fixed, state, jnp.int32(size), *clock)
+    if not bool(ok):
+        raise _failure(fixed, before, size)
+    return Taken(state, log_density, kept, size)
+
+
+def advance_mending(
+    fixed: Fixed, state: State, size: int, clock: Clock, replaced: list[Replaced]
+) -> Taken:
+    """As `advance`; where a step fails, stop before it with its lost particles replaced, and note them in `replaced`."""
+    before = copy(state)
+    try:
+        return advance(fixed, state, size, clock)
+    except NonFiniteError as error:
+        here = [old.particle for old in replaced if old.step == error.step]
+        healthy = num_particles(before.particles) - len(error.particles)
+        if not healthy or any(here.count(i) >= ATTEMPTS for i in error.particles):
+            raise
+        # Replayed by the program that took the steps, so that the result does not depend on where chunks begin.
+        steps = error.step - int(before.step)
+        state, log_density, _, kept = _chunk(fixed, before, jnp.int32(steps), *clock)
+        key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
+        key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
+        state, sources = _mend(key, state, error.particles)
+        pairs = zip(error.particles, sources, strict=True)
+        replaced += [Replaced(error.step, lost, source) for lost, source in pairs]
+        return Taken(state, log_density, kept, steps)
+
+
+def _step(fixed: Fixed, state: State) -> tuple[State, Info]:
+    batch = fixed.data
+    if isinstance(batch, (Minibatches, Block)):
+        batch = batch.batch(fixed.data_key, state.step)
+    return fixed.flow.step(fixed.noise_key, state, batch)
+
+
+def _one(fixed: Fixed, state: State) -> tuple[State, Array]:
+    state, info = _step(fixed, state)
+    return state, info.log_density.astype(jnp.result_type(float))
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _chunk(fixed: Fixed, state: State, size: Array, thin: Array, rows: int) -> Any:
+    """`size` steps; with `rows`, the clouds of steps that `thin` divides, in a buffer."""
+
+    def body(_: Any, carry: Any) -> Any:
+        state, _, ok, buffer, row = carry
+        state, log_density = _one(fixed, state)
+        ok = ok & ~jnp.any(_bad_value(log_density))
+        if rows:
+            # Every cloud is written, only the wanted ones are left behind: no branch, no copy.
+            buffer = jax.tree.map(lambda b, p: b.at[row].set(p), buffer, state.particles)
+            row = row + (state.step % thin == 0)
+        return state, log_density, ok, buffer, row
+
+    blank = jnp.zeros(num_particles(state.particles), jnp.result_type(float))
+    empty = jax.tree.map(lambda p: jnp.zeros((rows + 1, *p.shape), p.dtype), state.particles)
+    carry = (state, blank, jnp.array(True), empty if rows else None, jnp.int32(0))
+    state, log_density, ok, buffer, _ = lax.fori_loop(0, size, body, carry)
+    return state, log_density, ok & ~jnp.any(_bad_move(state)), buffer
+
+
+def _bad_value(log_density: Array) -> Array:
+    return ~jnp.isfinite(log_density)
+
+
+def _bad_particles(tree: PyTree) -> Array:
+    flags = [
+        jnp.any(~jnp.isfinite(leaf.reshape(len(leaf), -1)), axis=1)
+        for leaf in jax.tree.leaves(tree)
+    ]
+    return jnp.any(jnp.stack(flags), axis=0)
+
+
+def _bad_move(state: State) -> Array:
+    """Which particles are not finite: all of them where a leaf that they share is not."""
+    shared = () if state.shared is None else state.shared.values
+    lost = [jnp.any(~jnp.isfinite(leaf)) for leaf in jax.tree.leaves(shared)]
+    return _bad_particles(state.particles) | jnp.any(jnp.array([False, *lost]))
+
+
+@eqx.filter_jit
+def _replay(fixed: Fixed, state: State, size: Array) -> tuple[State, Array]:
+    """Step until something is not finite: the state before, and which particles are bad, by value,
+    score and move."""
+
+    def going(carry: Any) -> Array:
+        return (carry[0] < size) & ~jnp.any(carry[2][jnp.array([0, 2])])  # as _chunk sees it
+
+    def body(carry: Any) -> Any:
+        count, state, _ = carry
+        moved, info = _step(fixed, state)
+        bad = (
+            _bad_value(info.log_density),
+            _bad_particles(info.score),
+            _bad_move(moved),
+        )
+        good = ~jnp.any(bad[0] | bad[2])
+        state = jax.tree.map(lambda new, old: jnp.where(good, new, old), moved, state)
+        return count + 1, state, jnp.stack(bad)
+
+    fine = jnp.zeros((3, num_particles(state.particles)), bool)
+    _, state, bad = lax.while_loop(going, body, (jnp.int32(0), state, fine))
+    return state, bad
+
+
+def _failure(fixed: Fixed, before: State, size: int) -> NonFiniteError:
+    """The error for a chunk that met NaN, by replaying it step by step from its start."""
+    state, flags = _replay(fixed, before, jnp.int32(size))
+    step, num = int(state.step), num_particles(state.particles)
+    cause = int(np.argmax(np.asarray(flags).any(1)))
+    bad = np.flatnonzero(np.asarray(flags[cause])).tolist()
+    listed = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")
+    what, remedy = (
+        ("the log density is NaN or infinite", "Check the log density there"),
+        ("the score is not finite", "Check the gradient of the log density there"),
+        (
+            "the move is not finite",
+            "Try a smaller step size, and check that no schedule turns negative",
+        ),
+    )[cause]
+    if cause < 2 and step > 0:
+        remedy += ", or try a smaller step size if the particles have run away"
+    start = " (the starting points)" if step == 0 else ""
+    return NonFiniteError(
+        f"at step {step}{start}, {what} at {len(bad)} of {num} particles ({listed}). {remedy}. "
+        "The last good state, before this step, is in this error's .state",
+        step=step,
+        particles=bad,
+        state=state,
+    )
+
+
+def _mend(key: Array, state: State, lost: list[int]) -> tuple[State, list[int]]:
+    """Every lost particle as a copy of its nearest healthy one, with noise; everything kept for it is copied too."""
+    cloud, num = state.particles, num_particles(state.particles)
+    flags = jnp.zeros(num, bool).at[jnp.array(lost)].set(True)
+
+    def nearest(i: Array) -> Array:
+        square = lambda leaf: jnp.sum(jnp.square(wide(leaf - leaf[i])).reshape(num, -1), 1)
+        apart = jnp.sum(jnp.stack([square(leaf) for leaf in jax.tree.leaves(cloud)]), 0)
+        return jnp.argmin(jnp.where(flags, jnp.inf, apart))
+
+    found = lax.map(nearest, jnp.array(lost))  # one by one: a cloud's worth of memory
+    source = jnp.arange(num).at[jnp.array(lost)].set(found)
+    own = lambda leaf: leaf.ndim > 0 and leaf.shape[0] == num
+    copied = lambda tree: jax.tree.map(lambda leaf: leaf[source] if own(leaf) else leaf, tree)
+    noise = random_like(key, cloud, jax.random.normal)
+    moved = jax.tree.map(lambda leaf, unit: _jittered(leaf, unit, flags, source), cloud, noise)
+    memory = (copied(state.integrator), copied(state.terms), copied(state.carried))
+    return State(moved, state.step, *memory, state.shared), found.tolist()
+
+
+def _jittered(leaf: Array, unit: Array, lost: Array, source: Array) -> Array:
+    flags = lost.reshape(-1, *(1,) * (leaf.ndim - 1))
+    healthy = jnp.where(flags, jnp.nan, wide(leaf))
+    spread = jnp.nanstd(healthy, 0)
+    spread = jnp.where(
+        spread > 0, spread, jnp.abs(healthy[source])
+    )  # one healthy particle has no spread
+    return jnp.where(flags, leaf[source] + (NOISE * spread * unit).astype(leaf.dtype), leaf)

@@ -1,0 +1,226 @@
+"""What a run consists of, as readable text: two runs are the same if their descriptions are.
+
+A description maps places ("flow.integrator.step_size") to texts ("0.05"). Functions are described by name, by the numbers in
+their code and by what they close over, so that `optax.adam(0.1)` and `optax.adam(0.2)` differ.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+
+from particlax.data import Minibatches
+from particlax.flow import Flow, State
+from particlax.particles import num_particles
+from particlax.streams import Stream
+
+DEEPEST = 30
+HASHED_BYTES = 1 << 24
+"""Larger arrays are described by shape and dtype alone."""
+LIBRARIES = {"equinox", "flax", "jax", "numpy", "optax", "particlax"}
+"""Whose functions are known by their name; their versions are compared where it matters."""
+SHOWN = 12
+"""Differences listed in an error."""
+
+
+def describe_run(flow: Flow, state: State, data: Any, key: Array) -> dict[str, str]:
+    """Flow, shapes, data and key of a run."""
+    found = {"particles": str(num_particles(state.particles))}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        found[f"state{jax.tree_util.keystr(path)}"] = shape_of(leaf)
+    found |= _describe_data(data)
+    found["key"] = f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"
+    return found | describe("flow", flow)
+
+
+def differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """One line for each place at which two descriptions differ, the first few of them."""
+    places = [
+        p for p in (*here, *(p for p in there if p not in here)) if there.get(p) != here.get(p)
+    ]
+    # What contains a difference need not be listed beside it, and a part that is gone not leaf by leaf.
+    tops = [
+        p
+        for p in places
+        if not any(_inside(p, other) for other in places if _one_sided(other, there, here))
+    ]
+    lines = [f"{p}: {there.get(p, 'nothing')} there, {here.get(p, 'nothing')} here" for p in tops]
+    more = [f"... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return lines[:SHOWN] + more
+
+
+def _one_sided(place: str, there: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    return place not in there or place not in here
+
+
+def _inside(place: str, other: str) -> bool:
+    return place != other and place.startswith((f"{other}.", f"{other}["))
+
+
+def shape_of(leaf: Any) -> str:
+    """An array as "float32[6,2]"."""
+    return f"{jnp.result_type(leaf)}[{','.join(map(str, jnp.shape(leaf)))}]"
+
+
+def _describe_data(data: Any) -> dict[str, str]:
+    """Minibatches and streams of the same rows are described alike: they are the same run."""
+    if data is None:
+        return {"data": "none"}
+    found: dict[str, str] = {}
+    arrays = data
+    if isinstance(data, (Minibatches, Stream)):
+        arrays = _rows(data)
+        size = "as they come" if data.batch_size is None else str(data.batch_size)
+        found |= {"data.rows": str(data.num_data), "data.batch size": size}
+        found |= describe("data.transform", data.transform)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
+        found[f"data{jax.tree_util.keystr(path)}"] = shape_of(leaf)
+    return found
+
+
+def _rows(data: Minibatches | Stream) -> Any:
+    if isinstance(data, Stream) and data.ready_made:
+        return None
+    arrays = data.arrays if isinstance(data, Minibatches) else data.source
+    dtype = lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype(leaf)), arrays)
+
+
+def describe(place: str, value: Any) -> dict[str, str]:
+    """A value and everything in it, by place.
+
+    >>> describe("x", {"a": 1.5, "b": (True,)})
+    {'x': 'dict', "x['a']": '1.5', "x['b']": 'tuple of 1', "x['b'][0]": 'True'}
+    """
+    walk = _Walk()
+    walk.visit(place, value, 0)
+    return walk.found
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+        self.seen: dict[int, str] = {}
+        self.alive: list[Any] = []  # an id means something only while its object lives
+
+    def visit(self, place: str, value: Any, depth: int) -> None:
+        if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+            self.found[place] = repr(value)
+        elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
+            self.found[place] = _array(value)
+        elif isinstance(value, (type, types.ModuleType, np.dtype)):
+            self.found[place] = getattr(value, "__name__", str(value))
+        elif id(value) in self.seen or depth > DEEPEST:
+            self.found[place] = f"as {self.seen.get(id(value), 'deep inside')}"
+        else:
+            self.seen[id(value)] = place
+            self.alive.append(value)
+            self._open(place, value, depth + 1)
+
+    def _open(self, place: str, value: Any, depth: int) -> None:
+        name, inside = _parts(value)
+        self.found[place] = name
+        for label, part in inside.items():
+            self.visit(f"{place}{label}", part, depth)
+
+
+def _parts(value: Any) -> tuple[str, dict[str, Any]]:
+    """A name for a value and what is in it."""
+    for kinds, opened in OPENED.items():
+        if isinstance(value, kinds):
+            return opened(value)
+    kind = type(value).__name__
+    if callable(getattr(value, "__wrapped__", None)):  # jax.jit, custom_vjp
+        return kind, {".function": value.__wrapped__}
+    if dataclasses.is_dataclass(value):
+        inside = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        return kind, {f".{n}": part for n, part in inside.items() if not n.startswith("_")}
+    # Lists are often logs that grow with every call; other objects may hold anything. Their kind must do.
+    return getattr(value, "__qualname__", kind), {}
+
+
+def _tuple(value: tuple) -> tuple[str, dict[str, Any]]:
+    if names := getattr(value, "_fields", None):
+        return type(value).__name__, {f".{n}": v for n, v in zip(names, value, strict=True)}
+    return f"tuple of {len(value)}", {f"[{i}]": part for i, part in enumerate(value)}
+
+
+def _mapping(value: Mapping) -> tuple[str, dict[str, Any]]:
+    return type(value).__name__, {f"[{k!r}]": value[k] for k in sorted(value, key=repr)}
+
+
+def _set(value: Any) -> tuple[str, dict[str, Any]]:
+    return f"{type(value).__name__} {sorted(map(repr, value))}", {}
+
+
+def _partial(value: functools.partial) -> tuple[str, dict[str, Any]]:
+    return "partial", {".func": value.func, ".args": value.args, ".keywords": value.keywords}
+
+
+def _method(value: types.MethodType) -> tuple[str, dict[str, Any]]:
+    return value.__func__.__qualname__, {".self": value.__self__, ".function": value.__func__}
+
+
+def _function(function: types.FunctionType) -> tuple[str, dict[str, Any]]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    inside: dict[str, Any] = {
+        f".{name}": cell.cell_contents for name, cell in cells if _filled(cell)
+    }
+    for place, default in enumerate(function.__defaults__ or ()):
+        inside[f".default {place}"] = default
+    for name, default in (function.__kwdefaults__ or {}).items():
+        inside[f".default {name}"] = default
+    if (function.__module__ or "").split(".")[0] not in LIBRARIES:
+        inside[".numbers"] = _numbers(function.__code__)
+        for name in function.__code__.co_names:
+            if isinstance(function.__globals__.get(name), (bool, int, float, complex)):
+                inside[f".{name}"] = function.__globals__[name]
+    return function.__qualname__, inside
+
+
+OPENED: dict[Any, Any] = {
+    tuple: _tuple,
+    Mapping: _mapping,
+    (set, frozenset): _set,
+    functools.partial: _partial,
+    types.MethodType: _method,
+    types.FunctionType: _function,
+}
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a function that refers to itself while it is being defined
+        return False
+
+
+def _numbers(code: types.CodeType) -> tuple[Any, ...]:
+    """The numbers in a function's code and in the functions within it."""
+    found: list[Any] = []
+    for constant in code.co_consts:
+        if isinstance(constant, (bool, int, float, complex)):
+            found.append(constant)
+        elif isinstance(constant, types.CodeType):
+            found += _numbers(constant)
+    return tuple(found)
+
+
+def _array(value: Any) -> str:
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return f"{jax.random.key_impl(value)} {np.asarray(jax.random.key_data(value)).tolist()}"
+    if isinstance(value, Tracer) or value.nbytes > HASHED_BYTES:
+        return shape_of(value)
+    plain = np.asarray(value)
+    if plain.ndim == 0:
+        return f"{plain.dtype} {plain[()]}"
+    digest = hashlib.sha256(np.ascontiguousarray(plain).tobytes()).hexdigest()[:8]
+    return f"{shape_of(value)} #{digest}"

@@ -1,0 +1,200 @@
+"""A folder of checkpoints on the disk: who may write, what is complete, what is damaged. No JAX in here.
+
+A checkpoint is made under a name of its own and renamed when all of it is on the disk. Its `manifest.json` holds a SHA-256 of
+every file and of itself; what does not agree with it is damaged, and never used.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+from particlax.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows: runs there are not protected from each other
+    fcntl = None
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+ARRAYS = "arrays"
+
+
+class DamagedError(Exception):
+    """Why a checkpoint cannot be used."""
+
+
+class Folder:
+    """Checkpoints by step number in the folder `path`."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self._lock: Any = None
+
+    def home(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.path / f"{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints, good or damaged, in order."""
+        if not self.path.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.path.iterdir() if re.fullmatch(r"\d{8,}", p.name))
+
+    # Who may write
+
+    def lock(self) -> None:
+        """Make this process the only one that writes here, until `unlock` or its end."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint folder {self.path} cannot be written: {error}. Choose another one"
+            ) from error
+        if fcntl is not None:
+            try:
+                # The system drops this lock when the process ends, also by kill -9: none is ever stale.
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._lock.seek(0)
+                holder = self._lock.read().strip() or "another process"
+                self._lock.close()
+                self._lock = None
+                raise CheckpointError(
+                    f"another run writes its checkpoints to {self.path}: {holder}. Wait for it, stop it, or use another folder"
+                ) from None
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+        self._sweep()
+
+    def unlock(self) -> None:
+        """Let others write."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._lock.truncate(0)
+            self._lock.close()
+            self._lock = None
+
+    def _sweep(self) -> None:
+        """Remove what was never completed."""
+        for path in self.path.glob("unfinished-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    # What is complete
+
+    def begin(self, step: int) -> Path:
+        """A fresh place to write the checkpoint of a step to."""
+        place = self.path / f"unfinished-{step:08d}"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        return place
+
+    def seal(self, step: int, content: dict[str, Any]) -> None:
+        """See every file of a checkpoint onto the disk, write its manifest, and give it its name."""
+        place = self.path / f"unfinished-{step:08d}"
+        files = {str(f.relative_to(place)): _stamp(f, sync=True) for f in _files(place)}
+        body = {"format": FORMAT, "step": step, **content, "files": files}
+        with (place / MANIFEST).open("w") as out:
+            json.dump({**body, "sha256": _digest(body)}, out, indent=1)
+            out.flush()
+            os.fsync(out.fileno())
+        for folder in (p for p in (place, *place.rglob("*")) if p.is_dir()):
+            _sync(folder)
+        place.rename(self.home(step))
+        _sync(self.path)
+
+    def abandon(self, step: int) -> None:
+        """Give up a checkpoint that could not be written, and its room on the disk."""
+        shutil.rmtree(self.path / f"unfinished-{step:08d}", ignore_errors=True)
+
+    def prune(self, keep: set[int]) -> None:
+        """Remove all checkpoints but those of the given steps."""
+        for step in self.steps():
+            if step not in keep:
+                gone = (
+                    self.path / f"unfinished-{step:08d}"
+                )  # renamed first: a half-removed one must not look damaged
+                shutil.rmtree(gone, ignore_errors=True)
+                self.home(step).rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that its step can be saved again."""
+        aside = self.path / f"damaged-{step:08d}"
+        shutil.rmtree(aside, ignore_errors=True)
+        self.home(step).rename(aside)
+        return aside
+
+    # What is damaged
+
+    def verify(self, step: int) -> dict[str, Any]:
+        """The manifest of a checkpoint whose every file is as it was written; `DamagedError` otherwise."""
+        place = self.home(step)
+        body = self.manifest(step)
+        there = {str(f.relative_to(place)) for f in _files(place)} - {MANIFEST}
+        for name in sorted(there ^ set(body["files"])):
+            raise DamagedError(
+                f"{name} {'is missing' if name not in there else 'does not belong there'}"
+            )
+        for name, stamp in body["files"].items():
+            found = _stamp(place / name)
+            if found["bytes"] != stamp["bytes"]:
+                raise DamagedError(f"{name} has {found['bytes']} bytes, not {stamp['bytes']}")
+            if found != stamp:
+                raise DamagedError(f"the content of {name} has changed")
+        return body
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """What is written about a checkpoint, its arrays not yet looked at."""
+        try:
+            body = json.loads((self.home(step) / MANIFEST).read_bytes())
+            stamp = body.pop("sha256")
+            if stamp != _digest(body) or body["step"] != step:
+                raise DamagedError(f"the content of {MANIFEST} has changed")
+        except FileNotFoundError:
+            raise DamagedError(f"{MANIFEST} is missing") from None
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise DamagedError(f"{MANIFEST} cannot be read ({error})") from None
+        if body["format"] != FORMAT:
+            raise CheckpointError(
+                f"{self.home(step)} has format {body['format']}, and this version of particlax reads format {FORMAT}. It was written "
+                f"by particlax {body.get('versions', {}).get('particlax', '?')}; use that one, or another folder"
+            )
+        return body
+
+
+def _files(place: Path) -> list[Path]:
+    return sorted(p for p in place.rglob("*") if not p.is_dir())
+
+
+def _stamp(path: Path, sync: bool = False) -> dict[str, Any]:
+    try:
+        with path.open("rb") as content:
+            if sync:
+                os.fsync(content.fileno())
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+            return {"bytes": content.tell(), "sha256": digest}
+    except OSError as error:
+        if sync:
+            raise
+        raise DamagedError(f"{path.name} cannot be read ({error})") from None
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

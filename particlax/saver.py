@@ -1,0 +1,283 @@
+"""The part of a run that saves it: resume, save when due, answer signals, and name the last good checkpoint."""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from particlax.checkpoints import (
+    EXIT_SAVED,
+    Checkpoints,
+    Interrupted,
+    newest_good,
+    refuse_misfit,
+    say,
+    seconds,
+    values,
+)
+from particlax.engine import Replaced, copy
+from particlax.errors import CheckpointError, NonFiniteError
+from particlax.fingerprint import differences
+from particlax.flow import State
+from particlax.folder import Folder
+from particlax.particles import num_particles
+from particlax.store import Store, read
+
+
+class Begun(NamedTuple):
+    """Where a run starts: at the beginning, or where a checkpoint left it."""
+
+    state: State
+    log_density: Array
+    replaced: list[Replaced]
+    position: Any = None
+    stopped: bool = False
+    """Whether an observer has ended the run already."""
+
+
+def fresh(state: State) -> Begun:
+    """The beginning."""
+    num = num_particles(state.particles)
+    return Begun(state, jnp.full(num, jnp.nan, jnp.result_type(float)), [])
+
+
+class NoSaver:
+    """A run without checkpoints."""
+
+    def __enter__(self) -> "NoSaver":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Nothing is open."""
+
+    def begin(self, config: Any, state: State, last: int) -> Begun:
+        """The beginning, always."""
+        return fresh(state)
+
+    def room(self, step: int) -> int:
+        """Any number of steps."""
+        return 1 << 30
+
+    def look(self, begun: Begun, *, end: bool, snapshot: Callable[[], Any]) -> None:
+        """Nothing to save."""
+
+    def explained(self, error: NonFiniteError) -> NonFiniteError:
+        """The error as it is."""
+        return error
+
+
+class Saver:
+    """A run with checkpoints, as a context: it holds the folder's lock and the handlers of signals."""
+
+    def __init__(self, options: Checkpoints):
+        self.options = options
+        self.folder = Folder(options.folder)
+        self.signals = _Signals()
+        timed = isinstance(options.every, str)
+        self.steps = 0 if timed else int(options.every)
+        self.interval = seconds(str(options.every)) if timed else np.inf
+        self.store: Store | None = None
+        self.saved = -1
+        self.config: dict[str, str] = {}
+        self.known: dict[int, float] = {}
+
+    def __enter__(self) -> "Saver":
+        self.folder.lock()
+        try:
+            self.store = Store(self.folder)
+        except BaseException:
+            self.folder.unlock()
+            raise
+        self.signals.start()
+        self.mark = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        assert self.store is not None
+        try:
+            self.store.wait()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            say(str(failure))  # the error on its way out is the one to see
+        finally:
+            self.store.close()
+            self.folder.unlock()
+            self.signals.stop()
+        if error is None and self.signals.came is not None:
+            signal.raise_signal(
+                self.signals.came
+            )  # it came too late to end the run, not to be heard
+
+    # Going on
+
+    def begin(self, config: Callable[[], dict[str, str]], state: State, last: int) -> Begun:
+        """The state of the last good checkpoint, or `state`, the beginning, if there is none."""
+        self.config, first = config(), int(state.step)
+        found = self.folder.steps()
+        if not found:
+            return fresh(state)
+        step, manifest = newest_good(self.folder)
+        self._refuse_other_runs(step, manifest, first, last)
+        begun = fresh(state)
+        like = {"log_density": begun.log_density, "state": state}
+        refuse_misfit(self.folder.path, manifest, like)
+        leaves = read(self.folder, step, manifest["leaves"], jax.tree.leaves(like))
+        # Copied: arrays made from files cannot always be donated, and would be held twice.
+        tree = copy(jax.tree.unflatten(jax.tree.structure(like), leaves))
+        for later in found:
+            if later > step:
+                self.folder.set_aside(later)
+        self.saved, self.known = step, values(self.folder)
+        replaced = [Replaced(*entry) for entry in manifest["replaced"]]
+        ended = step >= last or manifest["stopped"]
+        verb = "finished" if ended else "resuming"
+        say(f"{verb} at step {step} of {last}{':' if ended else ' from'} {self.folder.home(step)}")
+        return Begun(
+            tree["state"], tree["log_density"], replaced, manifest["position"], manifest["stopped"]
+        )
+
+    def _refuse_other_runs(
+        self, step: int, manifest: dict[str, Any], first: int, last: int
+    ) -> None:
+        there = {f"version of {name}": v for name, v in manifest["versions"].items()}
+        here = {f"version of {name}": v for name, v in _versions().items()}
+        lines = differences(there | manifest["config"], here | self.config)
+        if lines and self.options.strict:
+            listed = "".join(f"\n  {line}" for line in lines)
+            name = self.options.folder
+            raise CheckpointError(
+                f"the checkpoints in {name} are of another run:{listed}\nUse another folder, or the settings of that run. To go on "
+                f"in spite of the differences, use px.Checkpoints({name!r}, strict=False)"
+            )
+        if not first <= step <= last:
+            raise CheckpointError(
+                f"{self.folder.home(step)} is at step {step}, but this run goes from step {first} to {last}; use another folder, or "
+                f"steps={step - first if step > last else last - first} or more from an earlier start"
+            )
+
+    # Saving
+
+    def room(self, step: int) -> int:
+        """How many steps there are before the next look that must save."""
+        return self.steps - step % self.steps if self.steps else 1 << 30
+
+    def look(self, begun: Begun, *, end: bool, snapshot: Callable[[], Any]) -> None:
+        """Save if it is time to, if the run ends or if a signal came; answer the signal."""
+        step, came = int(begun.state.step), self.signals.came
+        late = time.perf_counter() - self.mark > self.interval
+        on_time = bool(self.steps) and step % self.steps == 0
+        if step != self.saved and (on_time or late or end or came is not None):
+            self._save(begun, step, snapshot)
+        if came is not None and not end:
+            self._waited(begun.state)
+            self._answer(came, begun.state)
+        if end:
+            self._waited(begun.state)
+
+    def _save(self, begun: Begun, step: int, snapshot: Callable[[], Any]) -> None:
+        assert self.store is not None
+        value = None
+        if self.options.best is not None:
+            value = float(self.options.best(snapshot()))
+            value = value if np.isfinite(value) else None
+        content = {
+            "config": self.config,
+            "versions": _versions(),
+            "value": value,
+            "replaced": [list(entry) for entry in begun.replaced],
+            "position": begun.position,
+            "stopped": begun.stopped,
+        }
+        # A copy: the run donates the state's buffers while they are still being written.
+        tree = copy({"log_density": begun.log_density, "state": begun.state})
+        self.mark = time.perf_counter()
+        try:
+            self.store.save(step, tree, content, lambda: self._kept(step, value))
+        except CheckpointError as error:
+            raise self._told(error, begun.state) from error.__cause__
+        self.saved = step
+
+    def _kept(self, step: int, value: float | None) -> None:
+        """When a checkpoint is complete: remove those that are neither among the last nor the best."""
+        if value is not None:
+            self.known[step] = value
+        keep = set(self.folder.steps()[-self.options.keep :])
+        if self.known:
+            keep.add(max(self.known, key=lambda old: (self.known[old], old)))
+        self.folder.prune(keep)
+        self.known = {old: v for old, v in self.known.items() if old in keep}
+
+    def _waited(self, state: State) -> None:
+        assert self.store is not None
+        try:
+            self.store.wait()
+        except CheckpointError as error:
+            raise self._told(error, state) from error.__cause__
+
+    def _told(self, error: CheckpointError, state: State) -> CheckpointError:
+        last = self._last()
+        good = f"The last good one is {last}" if last else "There is none from before"
+        return CheckpointError(
+            f"{error}. {good}; the state of step {int(state.step)} is in this error's .state. Make room, and run the same "
+            "command again",
+            state=copy(state),
+        )
+
+    def _last(self) -> str | None:
+        steps = self.folder.steps()
+        return str(self.folder.home(steps[-1])) if steps else None
+
+    def explained(self, error: NonFiniteError) -> NonFiniteError:
+        """The error with the last good checkpoint."""
+        assert self.store is not None
+        try:
+            self.store.wait()
+        except CheckpointError as failure:
+            say(str(failure))
+        error.checkpoint = self._last()
+        where = f"The last good checkpoint is {error.checkpoint}"
+        error.args = (f"{error}. {where if error.checkpoint else 'There is no checkpoint yet'}",)
+        return error
+
+    def _answer(self, came: int, state: State) -> None:
+        path = self.folder.home(int(state.step))
+        again = f"saved step {int(state.step)} to {path}; run the same command again to go on"
+        if came == signal.SIGTERM:
+            say(f"told to end (SIGTERM): {again}")
+            raise SystemExit(EXIT_SAVED)
+        raise Interrupted(f"interrupted: {again}", state=copy(state), checkpoint=str(path))
+
+
+class _Signals:
+    """Notes SIGTERM and Ctrl-C for the run to read between chunks; the second Ctrl-C counts at once."""
+
+    def __init__(self) -> None:
+        self.came: int | None = None
+        self.old: dict[int, Any] = {}
+
+    def start(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.old[number] = signal.signal(number, self._note) or signal.SIG_DFL
+
+    def stop(self) -> None:
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+        self.old = {}
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.came == number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        self.came = number
+
+
+def _versions() -> dict[str, str]:
+    return {"particlax": sys.modules["particlax"].__version__, "jax": jax.__version__}

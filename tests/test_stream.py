@@ -1,0 +1,371 @@
+"""Streams: the same batches as in memory, bit for bit, read a block ahead; positions, and data that do not fit."""
+
+import itertools
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import particlax as px
+from particlax.streams import Feed
+
+streams = sys.modules["particlax.streams"]
+ROWS, SIZE = 200, 7
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 5)).astype(np.float32)
+    return {"x": x, "y": (x @ rng.normal(size=5) > 0).astype(np.int32)}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 4 steps: a batch has 7 rows of 24 bytes."""
+    monkeypatch.setattr(streams, "STREAM_BYTES", 4 * SIZE * 24)
+
+
+def net(w, x):
+    return jnp.tanh(x @ w["a"]) @ w["b"]
+
+
+def networks(num=4):
+    keys = jax.random.split(jax.random.key(5))
+    return {
+        "a": jax.random.normal(keys[0], (num, 5, 6)),
+        "b": jax.random.normal(keys[1], (num, 6, 2)),
+    }
+
+
+def jitter(key, batch):
+    return {**batch, "x": batch["x"] + 0.1 * jax.random.normal(key, batch["x"].shape)}
+
+
+TARGET = px.Target(
+    log_prior=lambda w: -0.5 * jnp.sum(w**2),
+    log_likelihood=lambda w, batch: jax.nn.log_sigmoid((2 * batch["y"] - 1) * (batch["x"] @ w)),
+    num_data=ROWS,
+)
+NETWORK = px.networks.classifier(net, num_data=ROWS)
+FLOWS = {
+    "sgld": px.sgld(TARGET, step_size=1e-3),
+    "svgd": px.svgd(TARGET, optimizer=optax.adam(0.01)),
+    "network": px.pi_sgld(NETWORK, optimizer=optax.adagrad(0.1)),
+}
+
+
+def cloud(num=4):
+    return jax.random.normal(jax.random.key(5), (num, 5))
+
+
+def go(flow, data, steps=50, start=None, **options):
+    start = cloud() if start is None else start
+    key = jax.random.key(0)
+    return px.run(flow, start, steps=steps, key=key, data=data, progress=False, **options)
+
+
+def same(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "transform"), [("sgld", None), ("svgd", None), ("network", jitter)]
+)
+def test_equals_minibatches_bit_for_bit(name, transform, arrays, small_blocks, tmp_path):
+    """Fifty steps: thirteen blocks, two epochs, from files on the disk."""
+    for leaf, rows in arrays.items():
+        np.save(tmp_path / f"{leaf}.npy", rows)
+    files = {leaf: np.load(tmp_path / f"{leaf}.npy", mmap_mode="r") for leaf in arrays}
+    assert isinstance(files["x"], np.memmap)
+    start = networks() if name == "network" else cloud()
+    inside = go(FLOWS[name], px.Minibatches(arrays, SIZE, transform), start=start)
+    streamed = go(FLOWS[name], px.Stream(files, SIZE, transform=transform), start=start)
+    assert same(inside.state, streamed.state)
+    assert same(inside.log_density, streamed.log_density)
+
+
+def test_equals_minibatches_in_float64(arrays, x64):
+    wide = {"x": arrays["x"].astype(np.float64), "y": arrays["y"].astype(np.int64)}
+    start = cloud().astype(jnp.float64)
+    flow = FLOWS["sgld"]
+    inside = go(flow, px.Minibatches(wide, SIZE), 9, start)
+    assert inside.particles.dtype == jnp.float64
+    assert same(inside.state, go(flow, px.Stream(wide, SIZE), 9, start).state)
+
+
+def test_float64_on_the_disk_is_read_as_in_memory(arrays):
+    wide = {"x": arrays["x"].astype(np.float64) / 3, "y": arrays["y"].astype(np.int64)}
+    flow = FLOWS["sgld"]
+    assert same(go(flow, px.Minibatches(wide, SIZE)).state, go(flow, px.Stream(wide, SIZE)).state)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 6, 13])
+def test_resumes_in_the_middle_of_a_block(cut, arrays, small_blocks):
+    flow, data = FLOWS["svgd"], px.Stream(arrays, SIZE)
+    whole = go(flow, data, 20)
+    first = go(flow, data, cut)
+    assert same(whole.state, go(flow, data, 20 - cut, first.state).state)
+
+
+def test_history_and_observers_see_streamed_steps(arrays, small_blocks):
+    flow, seen = FLOWS["sgld"], []
+    options = {"thin": 3, "observers": lambda s: seen.append(int(s.state.step)), "observe_every": 5}
+    streamed = go(flow, px.Stream(arrays, SIZE), 17, **options)
+    assert seen == [5, 10, 15, 17]
+    inside = go(flow, px.Minibatches(arrays, SIZE), 17, thin=3)
+    assert same(streamed.history.particles, inside.history.particles)
+
+
+def test_one_trace(arrays, small_blocks):
+    calls = []
+
+    def counted(w, batch):
+        calls.append(1)
+        return -jnp.abs(batch["x"] @ w)
+
+    target = px.Target(log_prior=lambda w: 0.0, log_likelihood=counted, num_data=ROWS)
+    flow = px.sgld(target, step_size=1e-3)
+    for steps in (50, 50, 42):
+        go(flow, px.Stream(arrays, SIZE), steps)
+    assert len(calls) == 1
+
+
+def test_no_steps(arrays):
+    assert same(go(FLOWS["sgld"], px.Stream(arrays, SIZE), 0).particles, cloud())
+
+
+class Rows:
+    """An array that is read in rising order, each row once, as HDF5 wants it; notes who reads what."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+        self.reads, self.threads = [], set()
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+    def __getitem__(self, rows):
+        assert np.all(np.diff(rows) > 0)
+        self.reads.append(len(rows))
+        self.threads.add(threading.current_thread().name)
+        return self.values[rows]
+
+
+def test_reads_blocks_of_rows_in_a_thread(arrays, small_blocks):
+    source = {leaf: Rows(values) for leaf, values in arrays.items()}
+    result = go(FLOWS["sgld"], px.Stream(source, SIZE), 22)
+    assert same(result.state, go(FLOWS["sgld"], px.Minibatches(arrays, SIZE), 22).state)
+    assert source["x"].reads == [28, 28, 28, 28, 28, 14]  # never more than a block
+    assert source["x"].threads == {"particlax-stream"}
+
+
+def test_the_next_block_is_read_while_this_one_is_used(arrays, small_blocks, key):
+    source = Rows(arrays["x"])
+    feed = Feed(px.Stream(source, SIZE), key, (0, 0, 100))
+    feed.at(0)
+    feed.coming.join()
+    assert len(source.reads) == 2
+    assert feed.room(3) == 1
+    feed.at(4)
+    feed.coming.join()
+    assert len(source.reads) == 3
+    feed.close()
+
+
+# ------------------------------------------------------------------------------------- batches as they come
+
+
+def batches_of(arrays, order):
+    """Batch number s has rows order(s), from any step on."""
+
+    def batches(step):
+        for now in itertools.count(step):
+            yield {leaf: rows[order(now)] for leaf, rows in arrays.items()}
+
+    return batches
+
+
+def test_iterators(arrays, small_blocks):
+    """Rows in file order, one loop by hand against the stream."""
+    order = lambda step: np.arange(step * SIZE, (step + 1) * SIZE) % ROWS
+    flow, key = FLOWS["sgld"], jax.random.key(0)
+    streamed = go(flow, px.Stream(batches_of(arrays, order), num_data=ROWS), 20)
+    state, step = flow.init(cloud()), jax.jit(flow.step)
+    for t in range(20):
+        state, _ = step(key, state, {leaf: rows[order(t)] for leaf, rows in arrays.items()})
+    np.testing.assert_allclose(streamed.particles, state.particles, rtol=1e-5, atol=1e-6)
+
+
+def test_iterators_resume(arrays, small_blocks):
+    order = lambda step: np.random.default_rng(step).integers(0, ROWS, SIZE)
+    flow, data = FLOWS["svgd"], px.Stream(batches_of(arrays, order), num_data=ROWS)
+    first = go(flow, data, 6)
+    assert same(go(flow, data, 20).state, go(flow, data, 14, first.state).state)
+
+
+class Dataset:
+    """A stand-in for a Grain dataset: its iterators tell and set their position, and nothing else."""
+
+    def __init__(self, arrays, as_bytes):
+        self.arrays, self.as_bytes = arrays, as_bytes
+
+    def __iter__(self):
+        return Place(self)
+
+
+class Place:
+    def __init__(self, dataset):
+        self.dataset, self.at = dataset, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        rows = np.random.default_rng(self.at).integers(0, ROWS, SIZE)
+        self.at += 1
+        return jax.tree.map(lambda leaf: leaf[rows], self.dataset.arrays)
+
+    def get_state(self):
+        return str(self.at).encode() if self.dataset.as_bytes else {"next": self.at}
+
+    def set_state(self, state):
+        self.at = int(state) if self.dataset.as_bytes else state["next"]
+
+
+class StopError(Exception):
+    pass
+
+
+def crash_at(step):
+    def watch(snapshot):
+        if int(snapshot.state.step) >= step:
+            raise StopError
+
+    return {"observers": watch, "observe_every": 1}
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+@pytest.mark.parametrize("at", [3, 6, 9])
+def test_positions_are_part_of_the_checkpoint(at, as_bytes, arrays, small_blocks, tmp_path, capsys):
+    flow, data = FLOWS["sgld"], px.Stream(Dataset(arrays, as_bytes), num_data=ROWS)
+    whole = go(flow, data, 14)
+    saved = {"checkpoint": tmp_path / "run", "every": 3}
+    with pytest.raises(StopError):
+        go(flow, data, 14, **saved, **crash_at(at + 1))
+    assert same(whole.state, go(flow, data, 14, **saved).state)
+    assert f"resuming at step {at} of 14" in capsys.readouterr().err
+
+
+def test_rows_resume_from_a_checkpoint_and_may_move_into_memory(arrays, small_blocks, tmp_path):
+    flow = FLOWS["svgd"]
+    saved = {"checkpoint": tmp_path / "run", "every": 3}
+    with pytest.raises(StopError):
+        go(flow, px.Stream(arrays, SIZE), 14, **saved, **crash_at(8))
+    resumed = go(flow, px.Minibatches(arrays, SIZE), 14, **saved)
+    assert same(resumed.state, go(flow, px.Stream(arrays, SIZE), 14).state)
+
+
+def test_grain(arrays, tmp_path):
+    grain = pytest.importorskip("grain")
+
+    class Source:
+        def __len__(self):
+            return ROWS
+
+        def __getitem__(self, row):
+            return jax.tree.map(lambda leaf: leaf[row], arrays)
+
+    made = grain.MapDataset.source(Source()).shuffle(seed=1).repeat().batch(SIZE)
+    data = px.Stream(made.to_iter_dataset(), num_data=ROWS)
+    flow, saved = FLOWS["sgld"], {"checkpoint": tmp_path / "run", "every": 4}
+    whole = go(flow, data, 60)
+    with pytest.raises(StopError):
+        go(flow, data, 60, **saved, **crash_at(50))
+    assert same(whole.state, go(flow, data, 60, **saved).state)
+
+
+# ------------------------------------------------------------------------------------------------ bad data
+
+
+def raises(data, *words, steps=20, flow=FLOWS["sgld"], start=None):
+    with pytest.raises(px.errors.DataError) as error:
+        go(flow, data(), steps, start)
+    for word in words:
+        assert word in str(error.value)
+    names = {thread.name for thread in threading.enumerate() if thread.is_alive()}
+    assert "particlax-stream" not in names
+
+
+def test_bad_streams(arrays, small_blocks):
+    order = lambda step: np.arange(SIZE)
+    raises(lambda: px.Stream(arrays, 0), "batch_size is 0", "positive")
+    raises(lambda: px.Stream(arrays, ROWS + 1), "at most 200")
+    raises(lambda: px.Stream({"x": arrays["x"], "y": arrays["y"][:9]}, 3), "same number of rows")
+    raises(lambda: px.Stream(arrays, SIZE, num_data=9), "num_data is 9", "200 rows")
+    raises(lambda: px.Stream(batches_of(arrays, order)), "without num_data", "factor N / n")
+    raises(lambda: px.Stream(batches_of(arrays, order), 3, num_data=9), "ready-made")
+    raises(lambda: px.Stream(arrays, SIZE, transform=3), "transform is 3")
+    half = {leaf: rows[:150] for leaf, rows in arrays.items()}
+    raises(lambda: px.Stream(half, SIZE), "150 rows", "num_data=200")
+
+
+def test_streams_that_end(arrays, small_blocks):
+    ends = lambda step: iter([jax.tree.map(lambda leaf: leaf[:SIZE], arrays)] * 10)
+    raises(lambda: px.Stream(ends, num_data=ROWS), "ended before the batch of step 10", "Repeat")
+    assert int(go(FLOWS["sgld"], px.Stream(ends, num_data=ROWS), 10).state.step) == 10
+    raises(lambda: px.Stream(lambda step: iter([]), num_data=ROWS), "batch of step 0")
+
+
+def test_batches_of_another_shape(arrays, small_blocks):
+    order = lambda step: np.arange(SIZE if step != 6 else 3)
+    data = lambda: px.Stream(batches_of(arrays, order), num_data=ROWS)
+    raises(data, "batch of step 6", "float32[3, 5]", "float32[7, 5]", "Drop the remainder")
+
+
+def test_a_row_that_is_not_finite_names_its_step(arrays, small_blocks, key):
+    bad = {"x": arrays["x"].copy(), "y": arrays["y"]}
+    bad["x"][17, 2] = np.nan
+    plain = px.Minibatches(arrays, SIZE)
+    used = jax.random.fold_in(key, 2**31 - 1)
+    step = next(t for t in range(99) if 17 in plain.indices(used, jnp.array(t)))
+    raises(lambda: px.Stream(bad, SIZE), f"batch of step {step}", "['x']", "not finite", steps=60)
+
+
+def test_labels_are_checked_on_the_disk(arrays, tmp_path):
+    np.save(tmp_path / "y.npy", arrays["y"] + 1)
+    bad = {"x": arrays["x"], "y": np.load(tmp_path / "y.npy", mmap_mode="r")}
+    network = {"flow": FLOWS["network"], "start": networks()}
+    raises(lambda: px.Stream(bad, SIZE), "from 1 to 2", "2 logits", **network)
+    raises(
+        lambda: px.Stream({"x": arrays["x"]}, SIZE), "expected a dict with inputs 'x'", **network
+    )
+
+
+def test_sources_that_cannot_resume_are_refused(arrays):
+    class Forward:
+        def __iter__(self):
+            return iter([jax.tree.map(lambda leaf: leaf[:SIZE], arrays)] * 99)
+
+    raises(lambda: px.Stream(Forward(), num_data=ROWS), "no get_state", "function of the step")
+
+
+def test_a_dataset_goes_on_from_a_checkpoint_alone(arrays):
+    flow, data = FLOWS["sgld"], px.Stream(Dataset(arrays, False), num_data=ROWS)
+    state = go(flow, data, 3).state
+    with pytest.raises(px.errors.DataError, match="nothing says where its data were"):
+        go(flow, data, 3, state)
+
+
+def test_errors_of_the_source_come_through(arrays, small_blocks):
+    def batches(step):
+        yield from [jax.tree.map(lambda leaf: leaf[:SIZE], arrays)] * 9
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        go(FLOWS["sgld"], px.Stream(batches, num_data=ROWS), 20)
