@@ -19,6 +19,8 @@ from experiments import config, covertype, records
 from experiments.registry import STUDIES
 from experiments.study import perform
 
+COMPILE_FAST = True
+
 TINY = logistic.Config(**{**logistic.STUDY.smoke, "rounds": 2, "turn": 0.01})
 
 

@@ -21,6 +21,8 @@ import particlax as px
 from experiments import crash
 from particlax import engine, folder, store
 
+COMPILE_FAST = True
+
 CheckpointError = px.errors.CheckpointError
 ROOT = Path(px.__file__).parent.parent
 FLOW = px.sgld(px.Target(lambda x: -0.5 * jnp.sum(x**2)), step_size=0.05)

@@ -8,6 +8,8 @@ import pytest
 from particlax import circle, pairwise, selection
 from tests import references as ref
 
+COMPILE_FAST = True
+
 RNG = np.random.default_rng(0)
 CASES = {
     "smooth": RNG.normal(size=3000) ** 2,
