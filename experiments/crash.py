@@ -29,7 +29,7 @@ import optax
 
 import particlax as px
 from experiments import records, report
-from experiments.study import Evaluation, Run, Study, Table
+from experiments.study import Evaluation, Study, Table, by_seed
 from particlax.folder import DamagedError, Folder
 
 PAUSE = 0.05
@@ -169,13 +169,6 @@ def worker(settings: dict[str, Any]) -> None:
     )
 
 
-def runs(c: Config) -> Iterator[Run]:
-    """One run for each seed."""
-    settings = {key: value for key, value in dataclasses.asdict(c).items() if key != "seeds"}
-    for seed in range(c.seeds):
-        yield Run(settings, seed, lambda seed=seed: work(c, seed))
-
-
 def table(found: list[dict]) -> report.Rows:
     """One row for each seed."""
     names = [
@@ -204,7 +197,7 @@ STUDY = Study(
     paper="",
     takes="8 minutes",
     config=Config,
-    runs=runs,
+    runs=by_seed(work),
     tables={"crash": Table("SIGKILL at random moments, and what the run ends in", table)},
     smoke={"kills": 1, "steps": 60, "inputs": 5, "width": 4, "rows": 50, "batch": 10},
 )

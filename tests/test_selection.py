@@ -31,7 +31,7 @@ def counting(numbers):
 
     def look(pivot):
         jax.debug.callback(lambda: passes.append(1))
-        return selection.look_at(numbers)(pivot)
+        return jnp.sum(numbers <= pivot), jnp.min(jnp.where(numbers > pivot, numbers, jnp.inf))
 
     return look, passes
 
