@@ -16,6 +16,7 @@ from typing import Any
 LAYERS = [
     "errors",
     "checks",
+    "noise",
     "particles",
     "gpu",
     "skinny",

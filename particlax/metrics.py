@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
+from particlax import noise
 from particlax.checks import Part, number, positive
 from particlax.errors import ParticleError
 from particlax.pairwise import matmul, reduce_rows, wide
@@ -113,7 +114,7 @@ class _Whitened(Frame):
 
         def strip(rows: Array) -> Array:
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
-            normals = jax.vmap(lambda k: jax.random.normal(k, (num,), z.dtype))(keys)
+            normals = jax.vmap(lambda k: noise.normal(k, (num,), z.dtype))(keys)
             return matmul(normals, z) / math.sqrt(num)
 
         return reduce_rows(strip, jnp.arange(num), num)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from particlax import pairwise
+from particlax import noise, pairwise
 from particlax.checks import Part, Scheduled, at, number, positive
 from particlax.errors import expect
 from particlax.kernels import RBF, Kernel, LayerWise
@@ -42,7 +42,7 @@ class Frame(eqx.Module):
 
     def normal(self, key: Key[Array, ""], z: PyTree) -> PyTree:
         """A standard normal for every particle, in z."""
-        return random_like(key, z, jax.random.normal)
+        return random_like(key, z, noise.normal)
 
     def correction(self, z: PyTree) -> PyTree | None:
         """The divergence of D at each particle, in z: what noise needs when D moves with the cloud."""
