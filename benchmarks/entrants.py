@@ -1,6 +1,6 @@
-"""SVGD for one logistic regression in several packages, each in the fastest form that its interface allows.
+"""SVGD in several packages, each in the fastest form that its interface allows: a logistic regression, or a normal without data.
 
-Same density, data, starting particles and Adagrad for all; each has its package's own median rule for the bandwidth.
+Same density, data, starting particles and Adagrad for all; each has its package's own rule for the bandwidth, a median over all pairs.
 `px.run` gathers random rows as a user would; all others cut batches from the shuffled rows, which is cheaper. The
 packages of others see one array of particles, [M, D] with log alpha last, which is no dearer for them than a dict.
 """
@@ -30,17 +30,17 @@ class Work(NamedTuple):
     """What every entrant is given."""
 
     x: np.ndarray
-    """Rows, shuffled."""
+    """Rows, shuffled; none for the standard normal."""
     y: np.ndarray
     start: np.ndarray
-    """Particles [M, D]: weights, then log alpha."""
+    """Particles [M, D]; in the regression weights, then log alpha."""
     batch: int
     rate: float
     """Adagrad's."""
 
     def rows(self, step: int) -> slice:
         """The batch of a step: the rows in their order, again and again."""
-        begin = step % (len(self.y) // self.batch) * self.batch
+        begin = step % max(1, len(self.y) // self.batch) * self.batch
         return slice(begin, begin + self.batch)
 
     def save(self, path: Path) -> None:
@@ -71,6 +71,8 @@ class Entrant(NamedTuple):
     packages: tuple[str, ...] = ()
     """Imported before the clock starts."""
     install: str = ""
+    anywhere: bool = True
+    """Whether it runs on a GPU as well."""
 
 
 # ------------------------------------------------------------------------------------------------- JAX
@@ -81,13 +83,22 @@ def tree(theta: Any) -> dict[str, Any]:
     return {"w": theta[..., :-1], "log_alpha": theta[..., -1]}
 
 
-def matrix(particles: dict[str, jax.Array]) -> np.ndarray:
-    """The parameters of `covertype` as columns."""
+def matrix(particles: Any) -> np.ndarray:
+    """The parameters of `covertype` as columns; a matrix as it is."""
+    if not isinstance(particles, dict):
+        return np.asarray(particles)
     return np.concatenate([particles["w"], particles["log_alpha"][:, None]], 1)
 
 
+def normal(theta: jax.Array) -> jax.Array:
+    """The log density where there are no data."""
+    return -0.5 * jnp.sum(theta**2)
+
+
 def density(work: Work) -> Callable[[jax.Array, Any], jax.Array]:
-    """The log posterior at one row of particles."""
+    """The log density at one row of particles."""
+    if not len(work.y):
+        return lambda theta, batch: normal(theta)
     target = covertype.target(len(work.y))
     return lambda theta, batch: target(tree(theta), batch)
 
@@ -102,6 +113,8 @@ def scanned(
     @functools.partial(jax.jit, static_argnames="steps", donate_argnames="state")
     def scan(state: Any, data: Any, first: int, steps: int) -> Any:
         def body(state: Any, now: jax.Array) -> tuple[Any, None]:
+            if not len(work.y):
+                return step(state, None), None
             begin = work.rows(now).start  # pyright: ignore
             batch = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, begin, work.batch), data)
             return step(state, batch), None
@@ -118,14 +131,18 @@ def scanned(
 
 def particlax_flow(work: Work) -> tuple[px.Flow, px.State]:
     """The flow and its start."""
-    flow = px.svgd(covertype.target(len(work.y)), optimizer=optax.adagrad(work.rate))
-    return flow, flow.init(tree(jnp.asarray(work.start)))
+    target, start = px.Target(normal), jnp.asarray(work.start)
+    if len(work.y):
+        target, start = covertype.target(len(work.y)), tree(start)
+    exact = px.kernels.RBF(px.kernels.Median(subsample=None))
+    flow = px.svgd(target, optimizer=optax.adagrad(work.rate), kernel=exact)
+    return flow, flow.init(start)
 
 
 def particlax_run(work: Work) -> Sampler:
     """`px.run` as a user would write it; every call goes on from the state of the last."""
     flow, state = particlax_flow(work)
-    data = px.Minibatches({"x": work.x, "y": work.y}, work.batch)
+    data = px.Minibatches({"x": work.x, "y": work.y}, work.batch) if len(work.y) else None
     key = jax.random.key(0)
 
     def advance(steps: int) -> None:
@@ -187,6 +204,9 @@ def pyro_svgd(work: Work) -> Sampler:
 
     def model(x: Any, y: Any) -> None:
         theta = pyro.sample("theta", dist.Normal(zero, one).to_event(1).mask(False))
+        if not num:
+            pyro.factor("log density", -0.5 * (theta * theta).sum(-1))
+            return
         w, log_alpha = theta[..., :-1], theta[..., -1]
         alpha, logit = log_alpha.exp(), w @ x.T
         prior = (0.5 * w.shape[-1] + covertype.SHAPE) * log_alpha
@@ -249,7 +269,9 @@ def numpy_loop(work: Work) -> Sampler:
         nonlocal theta, squares, done
         for now in range(done, done + steps):
             rows = work.rows(now)
-            score = numpy_score(theta, work.x[rows], work.y[rows], len(work.y))
+            score = -theta
+            if len(work.y):
+                score = numpy_score(theta, work.x[rows], work.y[rows], len(work.y))
             move = numpy_direction(theta, score, pairs)
             squares += move * move
             theta += work.rate * move / np.sqrt(squares + EPSILON)
@@ -260,7 +282,7 @@ def numpy_loop(work: Work) -> Sampler:
 
 OURS = "particlax"
 ENTRANTS: dict[str, Entrant] = {
-    OURS: Entrant(particlax_run, "px.run, px.Minibatches", ("particlax", "jax")),
+    OURS: Entrant(particlax_run, "px.run", ("particlax", "jax")),
     "particlax (lax.scan)": Entrant(
         particlax_scan, "flow.step in a jitted lax.scan", ("particlax", "jax")
     ),
@@ -281,6 +303,7 @@ ENTRANTS: dict[str, Entrant] = {
         "SVGD.step, multivariate",
         ("pyro", "torch", "pyro.infer"),
         "pip install torch==2.13.0 pyro-ppl",
+        anywhere=False,
     ),
-    "NumPy": Entrant(numpy_loop, "plain loop, float32", ("numpy",)),
+    "NumPy": Entrant(numpy_loop, "plain loop, float32", ("numpy",), anywhere=False),
 }

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 import particlax as px
+from benchmarks.timing import held, looped, seconds
 from experiments import config, report
 from experiments.study import Evaluation, Run, Study, Table
 from particlax import gpu, pairwise
@@ -53,38 +54,6 @@ def cloud(num: int, dim: int) -> tuple[jax.Array, jax.Array]:
     return x, -x
 
 
-def seconds(call: Callable[[int], Any], turn: float = 0.1, repeats: int = 5) -> float:
-    """Seconds a turn of call(n), which turns n times: the median over repeats that take about `turn` each."""
-
-    def spent(count: int) -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(call(count))
-        return time.perf_counter() - began
-
-    spent(1)
-    count = 1
-    while (taken := spent(count)) < turn / 2 and count < 1 << 14:
-        count = int(min(8 * count, max(count + 1, turn / taken * count)))
-    return float(np.median([spent(count) for _ in range(repeats)])) / count
-
-
-def looped(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> Callable[[int], Any]:
-    """`function` in a compiled loop; each turn's cloud depends on the turn before."""
-
-    @jax.jit
-    def many(x: jax.Array, count: int) -> jax.Array:
-        return jax.lax.fori_loop(0, count, lambda _, x: x + 1e-12 * function(x), x)
-
-    return functools.partial(many, x)
-
-
-def mebibytes(compiled: Any) -> float:
-    """What a compiled function holds at most, arguments and results included."""
-    sizes = compiled.memory_analysis()
-    parts = (sizes.temp_size_in_bytes, sizes.argument_size_in_bytes, sizes.output_size_in_bytes)
-    return sum(parts) / 2**20
-
-
 def paths(num: int, most: int) -> list[str]:
     """The kernel where there is one, and plain XLA where there is none or at most so many particles."""
     fused = ["fused"] if gpu.possible() else []
@@ -104,7 +73,7 @@ def measured(
         compiled = jax.jit(fresh).lower(x).compile()
         row = {"what": what, "M": num, "D": dim, "path": path, "ms": 1e3 * spent}
         row |= {"pairs_per_s": num**2 / spent, "fraction": num**2 / spent / limit}
-        row |= {"mib": mebibytes(compiled)}
+        row |= {"mib": held(compiled) / 2**20}
         if truth is not None:
             places, expected = truth
             found = np.asarray(compiled(x)[places], float)

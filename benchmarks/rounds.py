@@ -20,7 +20,6 @@ import numpy as np
 
 from experiments.records import ROOT
 
-FIRST_STEPS = 10
 PAUSE = 0.1
 """Seconds before a turn, in which the threads of the one before go to sleep."""
 
@@ -44,9 +43,10 @@ class Worker:
         self.steps += steps
         return self._ask({"steps": steps})["seconds"]
 
-    def particles(self) -> np.ndarray:
-        """Where they are."""
-        return np.array(self._ask({})["particles"], np.float32)
+    def particles(self) -> tuple[np.ndarray, int]:
+        """Where they are, and the bytes that the work took at most."""
+        answer = self._ask({})
+        return np.array(answer["particles"], np.float32), answer["bytes"]
 
     def answer(self) -> dict:
         """What it says next; once at the start, then once to every order."""
@@ -69,14 +69,15 @@ class Worker:
 
 
 @contextlib.contextmanager
-def started(name: str, path: Path) -> Iterator[Worker]:
-    """The entrant `name` on the work in `path`; its process ends with the block, when its input does."""
+def started(name: str, path: Path, device: str = "cpu", threads: int = 0) -> Iterator[Worker]:
+    """The entrant `name` on the work in `path`; its process ends with the block, when its input does.
+
+    `threads` are NumPy's; 0 leaves them to it.
+    """
     places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        "PYTHONPATH": os.pathsep.join(places),
-        "JAX_PLATFORMS": "cpu",
-        "OPENBLAS_NUM_THREADS": "1",  # the NumPy loop is faster so: its products are small
-    }
+    environment = {"PYTHONPATH": os.pathsep.join(places), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment |= {"JAX_PLATFORMS": "cpu"} if device == "cpu" else {}
+    environment |= {"OPENBLAS_NUM_THREADS": str(threads)} if threads else {}
     options: dict[str, Any] = {
         "stdin": subprocess.PIPE,
         "stdout": subprocess.PIPE,
@@ -101,11 +102,10 @@ class Pace(NamedTuple):
     versions: dict[str, str]
 
 
-def warm(worker: Worker, turn: float) -> Pace:
-    """Let an entrant compile, and see how many steps it takes in `turn` seconds."""
+def warm(worker: Worker, turn: float, steps: int) -> Pace:
+    """Let an entrant compile, and see how many steps it takes in `turn` seconds; `steps` to begin with."""
     hello = worker.answer()
-    startup = hello["seconds"] + worker.advance(FIRST_STEPS)
-    steps = FIRST_STEPS
+    startup = hello["seconds"] + worker.advance(steps)
     while (seconds := worker.advance(steps)) < 0.8 * turn:
         steps = int(np.ceil(steps * turn / seconds))
     return Pace(startup, steps, hello["versions"])

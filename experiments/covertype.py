@@ -15,6 +15,8 @@ import particlax as px
 from experiments import datasets
 
 SHAPE, RATE = 1.0, 0.01
+SYNTHETIC = {"synthetic": (5000, 8), "shaped": (581_012, 54)}
+"""Rows and features of data that need no download: few to try things out, or as many as Covertype's."""
 
 
 class Problem(NamedTuple):
@@ -37,19 +39,22 @@ class Problem(NamedTuple):
 
 @functools.cache
 def table(source: str) -> tuple[np.ndarray, np.ndarray]:
-    """Scaled rows and labels of `covertype`, or of a small `synthetic` set for trying things out."""
+    """Scaled rows and labels of `covertype`, or of one of the synthetic sets."""
     if source == "covertype":
         raw = datasets.covertype()
         low, high = raw.x.min(0), raw.x.max(0)
         scaled = (raw.x - low.astype(np.float32)) / np.maximum(high - low, 1).astype(np.float32)
         label = (raw.y == 2).astype(np.float32)
-    elif source == "synthetic":
+    elif source in SYNTHETIC:
+        num, dim = SYNTHETIC[source]
         rng = np.random.default_rng(0)
-        scaled = rng.uniform(size=(5000, 8)).astype(np.float32)
-        logit = (scaled - 0.5) @ rng.normal(0, 3, 8)
-        label = (rng.uniform(size=5000) < 1 / (1 + np.exp(-logit))).astype(np.float32)
+        scaled = rng.uniform(size=(num, dim)).astype(np.float32)
+        logit = (scaled - 0.5) @ rng.normal(0, 3, dim)
+        label = (rng.uniform(size=num) < 1 / (1 + np.exp(-logit))).astype(np.float32)
     else:
-        raise SystemExit(f"--data={source}: expected covertype or synthetic")
+        raise SystemExit(
+            f"--data={source}: expected covertype or synthetic; or shaped, as many synthetic rows as Covertype has"
+        )
     return np.hstack([scaled, np.ones((len(scaled), 1), np.float32)]), label
 
 

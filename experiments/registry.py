@@ -1,6 +1,6 @@
 """Every study by name, in the order of the paper."""
 
-from benchmarks import interaction, pairs
+from benchmarks import clouds, compiling, interaction, pairs
 from benchmarks import logistic as steptime
 from experiments import (
     cifar,
@@ -29,9 +29,11 @@ STUDIES: dict[str, Study] = {
         cifar.STUDY,
         cifar_time.STUDY,
         language.STUDY,
+        clouds.STUDY,
         steptime.STUDY,
         interaction.STUDY,
         pairs.STUDY,
+        compiling.STUDY,
         reference.STUDY,
         few.STUDY,
         few.KERNELS,

@@ -1,5 +1,6 @@
 """The benchmarks time what they say: every entrant against NumPy in float64, its process, and the table."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import particlax as px
 from benchmarks import __main__ as command
-from benchmarks import logistic, pairs, rounds
+from benchmarks import beside, clouds, compiling, logistic, machine, pairs, rounds, timing
 from benchmarks.entrants import ENTRANTS, OURS, Work
 from experiments import config, covertype, records
 from experiments.registry import STUDIES
 from experiments.study import perform
+from particlax import algorithms
 
 COMPILE_FAST = True
 
@@ -46,6 +49,8 @@ def some_work(num=40, batch=40, particles=12, dim=3, rate=0.3):
 
 
 def score(theta, x, y, num):
+    if not num:
+        return -theta
     w, alpha = theta[:-1], np.exp(theta[-1])
     rows = (y - 1 / (1 + np.exp(-(x @ w)))) @ x
     slope = 0.5 * len(w) + covertype.SHAPE - alpha * (0.5 * w @ w + covertype.RATE)
@@ -140,6 +145,16 @@ def test_batches_follow_the_rows(name):
     np.testing.assert_allclose(found.particles(), reference(work, RULES[name], 3), atol=2e-4)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ENTRANTS)
+def test_a_normal_needs_no_data(name):
+    work = clouds.work_of(clouds.Config(adagrad=0.3), 12, 0)
+    found = sampler(name, work)
+    found.advance(1)
+    found.advance(2)
+    np.testing.assert_allclose(found.particles(), reference(work, RULES[name], 3), atol=2e-4)
+
+
 # -------------------------------------------------------------------------------------- processes and turns
 
 
@@ -178,6 +193,7 @@ def test_a_worker_answers_in_json_lines(path):
     np.testing.assert_allclose(
         there["particles"], reference(some_work(), distinct_squares, 3), atol=2e-4
     )
+    assert 0 < there["bytes"] < 2**30
     assert "hear me" in done.stderr
     assert "and me" in done.stderr
 
@@ -199,7 +215,7 @@ def test_turns_are_taken_one_by_one(monkeypatch):
 
     monkeypatch.setattr(rounds, "PAUSE", 0)
     workers = [Fake("a", 0.001), Fake("b", 0.01), Fake("c", 0.1)]
-    paces = [rounds.warm(worker, 0.5) for worker in workers]
+    paces = [rounds.warm(worker, 0.5, 10) for worker in workers]
     assert [pace.steps for pace in paces] == [500, 50, 10]
     assert paces[1].startup == pytest.approx(1.1)
     order.clear()
@@ -224,7 +240,7 @@ def test_a_pass_and_a_missing_package(sandbox, monkeypatch, capsys):
     (sandbox / "blackjax.py").write_text("raise ImportError('no such thing')")
     monkeypatch.setenv("PYTHONPATH", str(sandbox))  # before the installed packages
     command.main([
-        "--smoke", "--rounds=2", "--turn=0.01", "--entrants=particlax,BlackJAX,NumPy",
+        "steptime", "--smoke", "--rounds=2", "--turn=0.01", "--entrants=particlax,BlackJAX,NumPy",
     ])  # fmt: skip
     found = records.read("steptime", "smoke")
     ours, missing, plain = found
@@ -236,12 +252,16 @@ def test_a_pass_and_a_missing_package(sandbox, monkeypatch, capsys):
         assert seen["accuracy"] > 0.7
         assert seen["ms"] > 0
         assert seen["steps"] >= 10 * (2 + 2)
+        assert 0 < seen["limit"] < 1
+        assert seen["mib"] > 0
+        assert set(entry["machine"]) == {"flops", "bytes", "exps"}
         assert entry["device"].endswith("cores")
     rows = logistic.table(found)
-    assert {len(row) for row in rows} == {8}
-    assert rows[1][0].startswith("particlax ")
-    assert rows[2][:3] == ["BlackJAX", "no such thing: pip install blackjax", "-"]
-    assert rows[3][0] == f"NumPy {np.__version__}"
+    assert len({len(row) for row in rows}) == 1
+    assert len({row[0] for row in rows[1:]}) == 1
+    assert rows[1][1].startswith("particlax ")
+    assert rows[2][1:4] == ["BlackJAX", "no such thing: pip install blackjax", "-"]
+    assert rows[3][1] == f"NumPy {np.__version__}"
     assert "all packages in one pass" in capsys.readouterr().out
     console = Console(quiet=True)
     settings = logistic.Config(**{
@@ -251,7 +271,7 @@ def test_a_pass_and_a_missing_package(sandbox, monkeypatch, capsys):
 
 
 def test_our_own_failure_is_one(monkeypatch):
-    def fails(worker, turn):
+    def fails(worker, turn, steps):
         raise rounds.WorkerError("ended")
 
     monkeypatch.setattr(rounds, "warm", fails)
@@ -262,7 +282,7 @@ def test_our_own_failure_is_one(monkeypatch):
 def test_ratios_are_taken_within_rounds():
     """A machine that is slow in some rounds is slow for all: the ratio does not see it."""
     mood = np.array([1.0, 5.0, 1.0, 2.0, 9.0])
-    found = logistic.times(0.003 * mood, 0.001 * mood)
+    found = timing.times(0.003 * mood, 0.001 * mood)
     assert found["ms"] == pytest.approx(6.0)
     assert [found[key] for key in ("ratio_low", "ratio", "ratio_high")] == pytest.approx([3.0] * 3)
 
@@ -289,17 +309,86 @@ def test_the_start_is_covertypes():
 )
 def test_bad_settings_end_with_a_message(sandbox, argument, words):
     with pytest.raises(SystemExit) as caught:
-        command.main([argument, "--record=x"])
+        command.main(["steptime", argument, "--record=x"])
     assert words in str(caught.value)
 
 
-def test_the_command_runs_the_study(monkeypatch):
+def test_the_command_runs_all_studies_or_one(monkeypatch):
     asked = []
     monkeypatch.setattr(
         command, "run", lambda name, arguments, console: asked.append((name, arguments))
     )
     command.main(["--smoke"])
-    assert asked == [("steptime", ["--smoke"])]
+    assert asked == [(name, ["--smoke"]) for name in ("clouds", "steptime", "interaction")]
+    asked.clear()
+    command.main(["clouds", "--rounds=3"])
+    assert asked == [("clouds", ["--rounds=3"])]
+    with pytest.raises(SystemExit, match="python -m benchmarks NAME"):
+        command.main(["--help"])
+
+
+# ------------------------------------------------------------------------------------- limits of the machine
+
+
+def test_the_scarcest_resource_is_the_limit():
+    need = machine.Need(flops=10.0, bytes=60.0, exps=2.0)
+    assert need.seconds(machine.Limits(flops=10.0, bytes=20.0, exps=4.0)) == 3.0
+
+
+def test_needs_follow_the_formulas():
+    """Counted one by one."""
+    assert machine.svgd(3, 2) == (9 * (2 * 3 + 2 * 4), 0, 9)
+    found = machine.regression(3, 5, 4)
+    assert found == (2 * 2 * 3 * 4 * 5 + 9 * 5 * 7, 0, 3 * 4 + 9)
+    flops = bytes_ = 0
+    for i, (a, b) in enumerate([(7, 4), (4, 2)]):
+        products = (
+            2 if i == 0 else 3
+        )  # forward, by the weights, and by the inputs where these are not data
+        flops += products * 2 * 6 * a * b
+        bytes_ += (6 + 4) * 4 * (a * b + b)
+    assert machine.networks(5, (7, 4, 2), 6, passes=4) == (5 * flops, 5 * bytes_, 0)
+
+
+def test_the_probe_gives_rates():
+    found = machine.measured(small=True)
+    assert all(1e6 < rate < 1e16 for rate in found)
+    assert set(found.rounded()) == {"flops", "bytes", "exps"}
+
+
+def test_a_gpu_runs_those_that_can(monkeypatch):
+    """The others have a row that says so; nobody is told to use the CPU."""
+    asked = []
+
+    class Fake:
+        steps = 3
+
+        def particles(self):
+            return np.zeros((4, 2), np.float32), 2**20
+
+    def started(name, path, device, threads):
+        asked.append((name, device))
+        return contextlib.nullcontext(Fake())
+
+    def timed(workers, paces, rounds):
+        return np.ones((rounds, len(workers)))
+
+    monkeypatch.setattr(beside.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(beside.machine, "measured", lambda small: machine.Limits(1.0, 1.0, 1e3))
+    monkeypatch.setattr(rounds, "started", started)
+    monkeypatch.setattr(
+        rounds, "warm", lambda worker, turn, steps: rounds.Pace(1.0, 2, {"jax": "1"})
+    )
+    monkeypatch.setattr(rounds, "timed", timed)
+    settings = clouds.Config(rounds=2, entrants=(OURS, "NumPyro", "NumPy"))
+    ours, _, plain = clouds.one_pass(settings, 20, 0)
+    assert asked == [(OURS, "gpu"), ("NumPyro", "gpu")]
+    assert ours.metrics["mib"] == 1
+    assert ours.metrics["limit"] == pytest.approx(7 * 2 * 400)
+    assert plain.metrics == {"entrant": "NumPy"}
+    assert plain.extra == {"notes": "runs on a CPU alone"}
+    assert "device" not in ours.extra  # JAX names it
+    assert len(list(clouds.one_pass(settings, 5000, 0))) == 2  # NumPyro is left out
 
 
 def test_pairs_times_what_there_is(monkeypatch):
@@ -321,3 +410,17 @@ def test_pairs_times_what_there_is(monkeypatch):
     assert pairs.paths(100, 200) == ["fused", "plain"] and pairs.paths(300, 200) == ["fused"]
     with pytest.raises(config.ConfigError, match="expected some of step, median"):
         list(pairs.runs(dataclasses.replace(smoke, only=("medians",))))
+
+
+# ------------------------------------------------------------------------------------------------- compiling
+
+
+def test_every_sampler_is_compiled():
+    """Those of `px.algorithms`, each at least once."""
+    timed = {name.partition(",")[0] for name in compiling.SAMPLERS}
+    assert timed == set(algorithms.__all__)
+    assert all(isinstance(make(), px.Flow) for make in compiling.SAMPLERS.values())
+
+
+def test_compiling_takes_time():
+    assert 0 < compiling.first_call("sgld", 10) < 60
