@@ -1,6 +1,6 @@
 """Every study by name, in the order of the paper."""
 
-from benchmarks import clouds, compiling, interaction, pairs
+from benchmarks import clouds, compiling, curves, interaction, pairs
 from benchmarks import logistic as steptime
 from experiments import (
     cifar,
@@ -34,6 +34,7 @@ STUDIES: dict[str, Study] = {
         interaction.STUDY,
         pairs.STUDY,
         compiling.STUDY,
+        curves.STUDY,
         reference.STUDY,
         few.STUDY,
         few.KERNELS,

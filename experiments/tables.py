@@ -1,7 +1,7 @@
-"""Tables in README.md and docs/ are written from the records in results/, never by hand.
+"""Tables in README.md and docs/ are written from the records in results/, never by hand, and so are marked figures.
 
-python -m experiments.tables            # rewrite every marked table
-python -m experiments.tables --check    # fail if one is out of date
+python -m experiments.tables            # rewrite every marked table, draw every marked figure
+python -m experiments.tables --check    # fail if a table is out of date
 """
 
 import re
@@ -11,23 +11,45 @@ from pathlib import Path
 
 from experiments import records, report
 from experiments.registry import STUDIES
+from experiments.study import Figure, Study
 
 TABLES: dict[str, Callable[[], report.Rows]] = {
     name: lambda study=study, table=table: table.rows(records.read(study.name))
     for study in STUDIES.values()
     for name, table in study.tables.items()
 }
-MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+FIGURES: dict[str, tuple[Study, Figure]] = {
+    name: (study, figure) for study in STUDIES.values() for name, figure in study.figures.items()
+}
+MARKED = re.compile(r"<!-- (table|figure): (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(text: str) -> str:
-    """The text with every marked table made anew."""
+    """The text with every marked table made anew, and every figure that has records shown with its caption."""
 
     def one(match: re.Match[str]) -> str:
-        name = match.group(1)
-        return f"<!-- table: {name} -->\n{report.markdown(TABLES[name]())}\n<!-- end -->"
+        kind, name = match.groups()
+        made = report.markdown(TABLES[name]()) + "\n" if kind == "table" else shown(name)
+        return f"<!-- {kind}: {name} -->\n{made}<!-- end -->"
 
     return MARKED.sub(one, text)
+
+
+def shown(name: str) -> str:
+    """A figure as Markdown; nothing while it has no records."""
+    study, figure = FIGURES[name]
+    if not records.read(study.name):
+        return ""
+    return f"![{study.title}](images/{name}.png)\n\n{figure.caption}\n"
+
+
+def draw(name: str) -> None:
+    """A figure as it stands in docs/images, if it has records."""
+    study, figure = FIGURES[name]
+    if seen := records.read(study.name):
+        drawn = figure.draw(seen)
+        drawn.savefig(records.ROOT / "docs" / "images" / f"{name}.png", dpi=130)
+        drawn.clear()
 
 
 def pages() -> list[Path]:
@@ -44,6 +66,12 @@ def main(check: bool) -> None:
         )
     for page in stale:
         page.write_text(filled(page.read_text()))
+    if check:
+        return
+    for page in pages():
+        for kind, name in MARKED.findall(page.read_text()):
+            if kind == "figure":
+                draw(name)
 
 
 if __name__ == "__main__":

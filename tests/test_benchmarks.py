@@ -15,9 +15,9 @@ from rich.console import Console
 
 import particlax as px
 from benchmarks import __main__ as command
-from benchmarks import beside, clouds, compiling, logistic, machine, pairs, rounds, timing
+from benchmarks import beside, clouds, compiling, curves, logistic, machine, pairs, rounds, timing
 from benchmarks.entrants import ENTRANTS, OURS, Work
-from experiments import config, covertype, records
+from experiments import config, covertype, records, tables
 from experiments.registry import STUDIES
 from experiments.study import perform
 from particlax import algorithms
@@ -424,3 +424,41 @@ def test_every_sampler_is_compiled():
 
 def test_compiling_takes_time():
     assert 0 < compiling.first_call("sgld", 10) < 60
+
+
+# ---------------------------------------------------------------------------------------------------- curves
+
+
+def test_exponents_are_slopes_of_the_upper_half():
+    sizes = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    assert curves.exponent(sizes, np.maximum(3 * sizes**2, 100)) == pytest.approx(2)
+    assert curves.exponent(sizes[:2], 5 * sizes[:2] ** 0.5) == pytest.approx(0.5)
+
+
+def test_curves_end_where_they_would_take_too_long(monkeypatch):
+    monkeypatch.setattr(curves, "measured", lambda what, num, dim, turn: (1e-6 * num**2, 8 * num * dim))  # fmt: skip
+    settings = curves.Config(least=10, dims=20, most=0.1, mebibytes=1)
+    found = [seen.metrics for seen in curves.line(settings, "stein", "M")]
+    assert [seen["M"] for seen in found] == [10, 20, 40, 80, 160]
+    found = [seen.metrics for seen in curves.line(settings, "stein", "D")]
+    assert found[0]["D"] == 2 and found[-1]["bytes"] > 2**18 > found[-2]["bytes"]
+
+
+def test_a_figure_of_the_docs_is_drawn_with_its_table(sandbox, monkeypatch):
+    entries = [
+        records.record("curves", {"what": what, "against": against, "dims": 32}, 0, seconds=1.0, metrics={"M": n, "D": n, "seconds": n**2, "bytes": n})
+        for what in curves.WHATS for against in ("M", "D") for n in (2, 4, 8)
+    ]  # fmt: skip
+    page = sandbox / "docs" / "page.md"
+    (sandbox / "docs" / "images").mkdir(parents=True)
+    page.write_text("<!-- figure: curves -->\n<!-- end -->\n<!-- table: curves -->\n<!-- end -->\n")
+    monkeypatch.setattr(tables, "pages", lambda: [page])
+    monkeypatch.setattr(records, "ROOT", sandbox)
+    tables.main(check=False)
+    assert "![" not in page.read_text()  # there are no records yet
+    records.Ledger(records.home("curves", records.STUDY)).add(entries)
+    tables.main(check=False)
+    assert "![Cost against the number of particles and the dimension](images/curves.png)" in page.read_text()  # fmt: skip
+    assert "| 2.00 |" in page.read_text()
+    assert (sandbox / "docs" / "images" / "curves.png").exists()
+    tables.main(check=True)
