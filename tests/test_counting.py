@@ -1,0 +1,109 @@
+"""Speed guarded by counting: temporary memory of the compiled programs of the main paths, and traces of the density.
+
+Programs are compiled for shapes and never run. Limits are what the algorithm needs: strips of the matrix of pairs that stay in
+cache, and of a large cloud no copies beside its gradient and its forces.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import particlax as px
+from benchmarks.compiling import SAMPLERS
+from experiments import mnist
+from particlax import pairwise
+from particlax.diffusions import GFSD, Blob, FixedScale, Sinkhorn, Transport
+from particlax.terms import Cloud, Frame
+
+RBF = px.kernels.RBF(bandwidth=1.0)
+TERMS = {
+    "Stein": px.Stein(kernel=RBF),
+    "Blob": Blob(kernel=RBF),
+    "GFSD": GFSD(kernel=RBF),
+    "Transport": Transport(coupling=FixedScale(lam=1.0)),
+    "Sinkhorn": Transport(coupling=Sinkhorn(lam=1.0)),
+}
+STRIP = 4 * pairwise.STRIP_ELEMENTS["cpu"]
+
+
+def cloud(num, dim):
+    return jax.ShapeDtypeStruct((num, dim), jnp.float32)
+
+
+def temporary(function, *args, donate=()):
+    """Bytes that the compiled function needs beside its arguments and results."""
+    compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def velocity(term, x, score):
+    return term(Cloud(x, score, jnp.int32(0), Frame(), x), None, term.init(x))[0].drift
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_many_particles_need_strips(name):
+    """Two at most (Stein: K and its slope), and some vectors; all pairs would be 64 MB."""
+    num, strips = 4000, 2 if name == "Stein" else 1
+    used = temporary(functools.partial(velocity, TERMS[name]), cloud(num, 2), cloud(num, 2))
+    assert used < strips * STRIP + 40 * 4 * num
+
+
+def test_strips_do_not_grow_with_the_cloud():
+    used = [temporary(functools.partial(velocity, TERMS["Blob"]), *[cloud(n, 2)] * 2) for n in (4000, 16000)]  # fmt: skip
+    assert used[1] - used[0] < 40 * 4 * 12000
+
+
+def test_the_exact_median_needs_vectors():
+    assert temporary(pairwise.median_sqdist, cloud(4000, 2)) < 64 * 4 * 4000
+
+
+@pytest.mark.parametrize("name", ["Stein", "Blob", "GFSD", "Transport"])
+def test_few_particles_in_many_dimensions_are_not_copied(name):
+    """Pieces of 2048 coordinates, and matrices of 20 x 20."""
+    used = temporary(functools.partial(velocity, TERMS[name]), *[cloud(20, 100_000)] * 2)
+    assert used < 10 * 4 * 20 * 2048 < 4 * 20 * 100_000 / 4
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_whole_step_of_svgd(exact):
+    """Strips; the state is written where it was read."""
+    kernel = px.kernels.RBF(px.kernels.Median(subsample=None if exact else 512))
+    flow = px.svgd(px.Target(lambda x: -0.5 * jnp.sum(x**2)), optimizer=optax.adam(0.1), kernel=kernel)  # fmt: skip
+    state = flow.init(jax.random.normal(jax.random.key(0), (4000, 2)))
+    used = temporary(lambda key, s: flow.step(key, s)[0], jax.random.key(0), state, donate=(1,))
+    assert used < 2 * STRIP + 64 * 4 * 4000
+
+
+CLOUDS = {"RMSprop": 1, "SGLD": 2, "SVGD": 3, "w-SGLD": 2, "w-SGLD-B": 2, "pi-SGLD": 4}
+"""Gradient; gradient and noise; gradient, direction and what the optimiser makes of it; and so on."""
+
+
+@pytest.mark.parametrize("method", CLOUDS)
+def test_a_step_of_networks(method):
+    flow = mnist.flows(mnist.Config(), 100, 1000)[method]()
+    start = functools.partial(mnist.start, 100)
+    particles = jax.vmap(start)(jax.random.split(jax.random.key(0), 10))
+    batch = {"x": jnp.zeros((20, 784)), "y": jnp.zeros(20, int)}
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(particles))
+    step = lambda key, state, batch: flow.step(key, state, batch)[0]
+    used = temporary(step, jax.random.key(0), flow.init(particles), batch, donate=(1,))
+    assert used < (CLOUDS[method] + 0.15) * size
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_traces_the_density_once(name):
+    calls = []
+
+    def density(x):
+        calls.append(x.shape)
+        return -0.5 * jnp.sum(x**2)
+
+    made = SAMPLERS[name]()
+    flow = px.Flow(px.Target(density), made.terms, made.integrator, made.metric)
+    start = jax.random.normal(jax.random.key(0), (20, 2))
+    for steps in (1, 6):
+        px.run(flow, start, steps=steps, key=jax.random.key(1), progress=False)
+    assert calls == [(2,)]
