@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 __all__ = [
+    "add_square",
     "choose",
     "differentiable",
     "dot",
@@ -97,9 +98,10 @@ def _instruction(code: str, constraints: str, *args: Any) -> Array:
 
     shape = jnp.broadcast_shapes(*[jnp.shape(a) for a in args])
     kind = args[0].dtype
+    like = lambda a: isinstance(a, jax.Array) and (a.shape, a.dtype) == (shape, kind)
     return triton.elementwise_inline_asm(
         code,
-        args=[jnp.broadcast_to(jnp.asarray(a, kind), shape) for a in args],
+        args=[a if like(a) else jnp.broadcast_to(jnp.asarray(a, kind), shape) for a in args],
         constraints=constraints,
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(shape, kind)],
@@ -118,6 +120,14 @@ def fma(a: Array, b: Any, c: Any) -> Array:
     if MODE == "interpret":
         return a * b + c
     return _instruction("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c)
+
+
+def add_square(a: Array, b: Array, c: Array) -> Array:
+    """c + (a - b)^2."""
+    if MODE == "interpret":
+        return c + (a - b) ** 2
+    code = "{ .reg .f32 d; sub.rn.f32 d, $1, $2; fma.rn.f32 $0, d, d, $3; }"
+    return _instruction(code, "=f,f,f,f", a, b, c)
 
 
 def one_at(place: Array) -> Array:
