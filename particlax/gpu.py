@@ -23,6 +23,7 @@ __all__ = [
     "fma",
     "halves",
     "launch",
+    "once",
     "one_at",
     "possible",
 ]
@@ -68,6 +69,12 @@ def differentiable(fused: Callable[..., Any], plain: Callable[..., Any]) -> Any:
     wrapped = jax.custom_jvp(fused)
     wrapped.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
     return wrapped
+
+
+def once(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """A launcher that is traced once for all its calls with arguments of the same shapes: kernels are long."""
+    cached = jax.jit(lambda mode, *args: launcher(*args), static_argnums=0)
+    return lambda *args: cached(MODE, *args)
 
 
 def launch(

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,13 +164,39 @@ def _lanes(held: int, most: int) -> int:
     return 32 << (each.bit_length() - 1)
 
 
-def _particles(ref: Any, start: Any, num: int, lanes: int) -> tuple[list[Array], Array]:
-    """One vector of coordinates for each particle, zeros beyond the array; and where the array is."""
+class _Leaf(NamedTuple):
+    """Where the tile at hand would be in one of the arrays, and whether it is there."""
+
+    start: Any
+    here: Any
+    inside: Any
+
+
+def _leaves(refs: Any, tile: Any, lanes: int) -> list[_Leaf]:
+    """Tiles are counted through all arrays."""
+    found, before = [], 0
+    for ref in refs:
+        start = (tile - before) * lanes
+        tiles = math.ceil(ref.shape[1] / lanes)
+        here = (tile >= before) & (tile < before + tiles)
+        found.append(_Leaf(start, here, start + lax.iota(jnp.int32, lanes) < ref.shape[1]))
+        before += tiles
+    return found
+
+
+def _particles(refs: Any, leaves: list[_Leaf], num: int, lanes: int) -> list[Array]:
+    """One vector of coordinates for each particle, from the array where the tile is; zeros beyond its end."""
     from jax.experimental.pallas import triton
 
-    inside = start + lax.iota(jnp.int32, lanes) < ref.shape[1]
-    load = lambda i: triton.load(ref.at[_row(i, start, lanes)], mask=inside, other=0.0)
-    return [load(i) for i in range(num)], inside
+    def load(ref: Any, leaf: _Leaf) -> list[Array]:
+        rows = [ref.at[_row(i, leaf.start, lanes)] for i in range(num)]
+        return [triton.load(row, mask=leaf.inside, other=0.0) for row in rows]
+
+    found = [jnp.zeros(lanes, jnp.float32)] * num
+    for ref, leaf in zip(refs, leaves, strict=True):
+        take = functools.partial(load, ref, leaf)
+        found = lax.cond(leaf.here, take, lambda found=found: found)
+    return found
 
 
 def _row(i: Any, start: Any, lanes: int) -> Any:
@@ -186,28 +212,30 @@ def _distance_body(*refs: Any, num: int, lanes: int, programs: int) -> None:
     *x_refs, out_ref = refs
     own = pl.program_id(0)
     pairs = list(itertools.combinations(range(num), 2))
+
+    def add(i: Any, sums: Any) -> Any:
+        x = _particles(x_refs, _leaves(x_refs, i * programs + own, lanes), num, lanes)
+        *found, square = sums
+        found = [gpu.add_square(x[i], x[j], s) for (i, j), s in zip(pairs, found, strict=True)]
+        for one in x:
+            square = gpu.fma(one, one, square)
+        return [*found, square]
+
     sums: Any = [jnp.zeros(lanes, jnp.float32)] * (len(pairs) + 1)
-    for ref in x_refs:
-
-        def add(i: Any, sums: Any, ref: Any = ref) -> Any:
-            x, _ = _particles(ref, (i * programs + own) * lanes, num, lanes)
-            *found, square = sums
-            found = [gpu.add_square(x[i], x[j], s) for (i, j), s in zip(pairs, found, strict=True)]
-            for one in x:
-                square = gpu.fma(one, one, square)
-            return [*found, square]
-
-        tiles = math.ceil(ref.shape[1] / lanes)
-        sums = lax.fori_loop(0, math.ceil(tiles / programs), add, sums)
+    sums = lax.fori_loop(0, math.ceil(_tiles(x_refs, lanes) / programs), add, sums)
     for place, one in enumerate(sums):
         out_ref[place, own] = jnp.sum(one)
+
+
+def _tiles(arrays: Any, lanes: int) -> int:
+    return sum(math.ceil(array.shape[1] / lanes) for array in arrays)
 
 
 def _launch_distances(xs: Blocks) -> tuple[Array, Array]:
     num = len(xs[0])
     pairs = num * (num - 1) // 2
     lanes = _lanes(pairs + num, 8)
-    programs = min(WARPS, max(math.ceil(x.shape[1] / lanes) for x in xs))
+    programs = min(WARPS, _tiles(xs, lanes))
     kernel = functools.partial(_distance_body, num=num, lanes=lanes, programs=programs)
     shape = jax.ShapeDtypeStruct((pairs + 1, programs), jnp.float32)
     sums = jnp.sum(gpu.launch(kernel, shape, (programs,), *xs, warps=1), 1)
@@ -222,32 +250,27 @@ def _direct_body(weights_ref: Any, *refs: Any, num: int, lanes: int, both: bool)
     from jax.experimental.pallas import triton
 
     count = len(refs) // (3 if both else 2)
-    groups = [refs[i * count : (i + 1) * count] for i in range(len(refs) // count)]
-    own, before = pl.program_id(0), 0
-    for x_ref, *v_ref, out_ref in zip(*groups, strict=True):
-        tiles = math.ceil(x_ref.shape[1] / lanes)
-        start = (own - before) * lanes
+    x_refs, out_refs = refs[:count], refs[-count:]
+    leaves = _leaves(x_refs, pl.program_id(0), lanes)
+    x = _particles(x_refs, leaves, num, lanes)
+    mean = sum(x[1:], x[0]) / num
+    terms = [one - mean for one in x]
+    if both:
+        terms += _particles(refs[count : 2 * count], leaves, num, lanes)
 
-        @pl.when((own >= before) & (own < before + tiles))
-        def _(
-            x_ref: Any = x_ref, v_ref: Any = v_ref, out_ref: Any = out_ref, start: Any = start
-        ) -> None:
-            x, inside = _particles(x_ref, start, num, lanes)
-            mean = sum(x[1:], x[0]) / num
-            terms = [one - mean for one in x]
-            for ref in v_ref:
-                terms += _particles(ref, start, num, lanes)[0]
+    def write(i: Any, nothing: Any) -> Any:
+        out = jnp.zeros(lanes, jnp.float32)
+        for j, term in enumerate(terms):
+            out = gpu.fma(term, weights_ref[i, j], out)
+        for ref, leaf in zip(out_refs, leaves, strict=True):
 
-            def write(i: Any, _: Any) -> Any:
-                out = jnp.zeros(lanes, jnp.float32)
-                for j, term in enumerate(terms):
-                    out = gpu.fma(term, weights_ref[i, j], out)
-                triton.store(out_ref.at[_row(i, start, lanes)], out, mask=inside)
-                return _
+            @pl.when(leaf.here)
+            def _(ref: Any = ref, leaf: _Leaf = leaf) -> None:
+                triton.store(ref.at[_row(i, leaf.start, lanes)], out, mask=leaf.inside)
 
-            lax.fori_loop(0, num, write, jnp.int32(0))
+        return nothing
 
-        before += tiles
+    lax.fori_loop(0, num, write, jnp.int32(0))
 
 
 def _launch_direct(left: Array, xs: Blocks, right: Array | None = None, vs: Blocks = ()) -> Any:
@@ -256,13 +279,12 @@ def _launch_direct(left: Array, xs: Blocks, right: Array | None = None, vs: Bloc
     weights = left if right is None else jnp.concatenate([left, right], 1)
     kernel = functools.partial(_direct_body, num=num, lanes=lanes, both=both)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in xs]
-    tiles = sum(math.ceil(x.shape[1] / lanes) for x in xs)
-    return list(gpu.launch(kernel, shapes, (tiles,), weights, *xs, *vs, warps=1))
+    return list(gpu.launch(kernel, shapes, (_tiles(xs, lanes),), weights, *xs, *vs, warps=1))
 
 
-_direct_distances = gpu.differentiable(_launch_distances, _plain_distances)
-_direct_turn = gpu.differentiable(_launch_direct, _plain_turn)
-_direct_mix = gpu.differentiable(_launch_direct, _plain_mix)
+_direct_distances = gpu.differentiable(gpu.once(_launch_distances), _plain_distances)
+_direct_turn = gpu.differentiable(gpu.once(_launch_direct), _plain_turn)
+_direct_mix = gpu.differentiable(gpu.once(_launch_direct), _plain_mix)
 
 
 # --------------------------------------------------------------------------------------------------- tensor cores
@@ -370,6 +392,6 @@ def _launch_mix(left: Array, xs: Blocks, right: Array | None = None, vs: Blocks 
     return out
 
 
-_tensor_distances = gpu.differentiable(_launch_grams, _plain_distances)
-_tensor_turn = gpu.differentiable(_launch_mix, _plain_turn)
-_tensor_mix = gpu.differentiable(_launch_mix, _plain_mix)
+_tensor_distances = gpu.differentiable(gpu.once(_launch_grams), _plain_distances)
+_tensor_turn = gpu.differentiable(gpu.once(_launch_mix), _plain_turn)
+_tensor_mix = gpu.differentiable(gpu.once(_launch_mix), _plain_mix)
