@@ -14,7 +14,7 @@ spread 0.01 around 1, where the uncentred form loses 7e-3). The GPU's exponentia
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,14 @@ from particlax.particles import dimension, flatten, num_particles
 from particlax.skinny import matmul
 
 __all__ = [
+    "Mixing",
+    "few",
     "interact",
     "logsumexp",
     "mean_square",
     "median_sqdist",
+    "mixed",
+    "mixing",
     "reduce_rows",
     "sqdist",
     "total",
@@ -42,6 +46,8 @@ DIRECT_DIM = 8
 """Largest D for which distances are summed from differences (exact) and not from a Gram matrix."""
 FLAT_DIM = 4096
 """Largest D for which a cloud of several leaves is joined into one matrix."""
+APART = 8
+"""Most leaves of a cloud of few particles that a GPU kernel takes one by one."""
 STRIP_ELEMENTS = {"cpu": 1 << 20}
 """Elements of one strip by backend: a strip and its temporaries should stay in cache."""
 STRIP_ELEMENTS_ELSEWHERE = 1 << 26
@@ -59,10 +65,13 @@ Vectors = Sequence[Array]
 def _blocks(tree: PyTree) -> tuple[Blocks, Callable[[Blocks], PyTree]]:
     """A cloud as matrices with M rows, computed in at least float32, and the way back.
 
-    Small leaves are joined: one matrix in all up to FLAT_DIM coordinates, above that large leaves stay alone.
+    Small leaves are joined: one matrix in all up to FLAT_DIM coordinates, above that large leaves stay alone, and so do some small
+    ones where a kernel takes them as they are.
     """
     leaves, structure = jax.tree.flatten(tree)
     most = FLAT_DIM if dimension(tree) <= FLAT_DIM else skinny.LEAST
+    if gpu.possible() and few(tree) and len(leaves) <= APART:
+        most = 0
     alone = [i for i, leaf in enumerate(leaves) if dimension(leaf) > most]
     joined = [i for i in range(len(leaves)) if i not in alone]
     blocks = [wide(leaves[i].reshape(leaves[i].shape[0], -1)) for i in alone]
@@ -84,15 +93,17 @@ def _blocks(tree: PyTree) -> tuple[Blocks, Callable[[Blocks], PyTree]]:
     return blocks, back
 
 
+def few(x: PyTree) -> bool:
+    """Whether a cloud has so few particles in so many dimensions that `mixing` is for it."""
+    return skinny.suits(num_particles(x)) and dimension(x) > FLAT_DIM
+
+
 def _few(x: PyTree, y: PyTree) -> bool:
-    return y is x and skinny.suits(num_particles(x)) and dimension(x) > FLAT_DIM
+    return y is x and few(x)
 
 
 def _few_sqdist(xs: Blocks) -> Array:
-    """Squared distances within a cloud, from its centred Gram matrix."""
-    product = sum(skinny.gram(x)[0] for x in xs)
-    own = jnp.diagonal(product)
-    return jnp.maximum(own[:, None] + own[None, :] - 2 * product, 0)  # pyright: ignore
+    return skinny.distances(xs)[0]
 
 
 def wide(block: Array) -> Array:
@@ -165,8 +176,7 @@ def mean_square(x: PyTree) -> Float[Array, ""]:
     12.5
     """
     if _few(x, x):  # the same kernels as for the distances, so at no cost beside them
-        parts = [skinny.gram(block) for block in _blocks(x)[0]]
-        return sum(jnp.trace(product) / len(product) + norm for product, norm in parts)  # pyright: ignore
+        return skinny.distances(_blocks(x)[0])[1]
     return sum(jnp.sum(jnp.mean(wide(leaf) ** 2, 0)) for leaf in jax.tree.leaves(x))  # pyright: ignore
 
 
@@ -187,9 +197,10 @@ def interact(
     >>> [[round(v, 3) for v in row] for row in interact(x, x, lambda r2: jnp.exp(-r2)).tolist()]
     [[-0.368], [0.368]]
     """
-    vs = None if values is None else _blocks(values)[0]
     if _few(x, y):
-        return _few_interact(x, vs, weights, rows, cols)
+        how = mixing(x, y, weights, values=values, rows=rows, cols=cols)
+        return mixed(x, values, how)
+    vs = None if values is None else _blocks(values)[0]
     xs, ys, back = _centred(x, y)
     return back(_sum(fused.interact, _interact, weights, Pairs(xs, ys, vs, rows, cols)))
 
@@ -230,16 +241,43 @@ def _sum(kernel: Any, strips: Any, weights: Weights, pairs: Pairs) -> Any:
     return gpu.choose(True, gpu.differentiable(fast, plain), plain, traced.consts, pairs)
 
 
-def _few_interact(
-    x: PyTree, vs: Blocks | None, weights: Weights, rows: Vectors, cols: Vectors
-) -> PyTree:
+class Mixing(NamedTuple):
+    """Matrices of left @ (x - mean of x) + right @ values; without `right`, of the first part alone."""
+
+    left: Float[Array, "M M"]
+    right: Float[Array, "M M"] | None = None
+
+    def plus(self, other: "Mixing") -> "Mixing":
+        """The sum of both."""
+        present = [one for one in (self.right, other.right) if one is not None]
+        return Mixing(self.left + other.left, sum(present[1:], present[0]) if present else None)
+
+    def times(self, factor: Any) -> "Mixing":
+        """`factor` of it."""
+        return Mixing(factor * self.left, None if self.right is None else factor * self.right)
+
+
+def mixing(
+    x: PyTree,
+    y: PyTree,
+    weights: Weights,
+    *,
+    values: PyTree = None,
+    rows: Vectors = (),
+    cols: Vectors = (),
+) -> Mixing:
+    """What `interact` does to few particles: sums of such matrices cost nothing, `mixed` does them all in one pass."""
+    pair = _weigh(weights, sqdist(x, y), rows, cols)
+    b = pair if values is None else pair[1]
+    return Mixing(jnp.diag(jnp.sum(b, 1)) - b, None if values is None else pair[0])
+
+
+def mixed(x: PyTree, values: PyTree, how: Mixing) -> PyTree:
+    """left @ (x - mean of x) + right @ values."""
     xs, back = _blocks(x)
-    pair = _weigh(weights, _few_sqdist(xs), rows, cols)
-    b = pair if vs is None else pair[1]
-    left = jnp.diag(jnp.sum(b, 1)) - b
-    if vs is None:
-        return back([skinny.mix(left, block) for block in xs])
-    return back([skinny.mix(left, block, pair[0], v) for block, v in zip(xs, vs, strict=True)])
+    if how.right is None:
+        return back(skinny.mix(how.left, xs))
+    return back(skinny.mix(how.left, xs, how.right, _blocks(values)[0]))
 
 
 def total(
