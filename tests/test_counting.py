@@ -60,10 +60,16 @@ def test_the_exact_median_needs_vectors():
     assert temporary(pairwise.median_sqdist, cloud(4000, 2)) < 64 * 4 * 4000
 
 
-@pytest.mark.parametrize("name", ["Stein", "Blob", "GFSD", "Transport"])
-def test_few_particles_in_many_dimensions_are_not_copied(name):
+@pytest.mark.parametrize("scores", [False, True])
+def test_few_particles_in_many_dimensions_are_not_copied(scores):
     """Pieces of 2048 coordinates, and matrices of 20 x 20."""
-    used = temporary(functools.partial(velocity, TERMS[name]), *[cloud(20, 100_000)] * 2)
+
+    def both(r2):
+        value = jnp.exp(-r2)
+        return (value, 2 * value) if scores else value
+
+    interact = lambda x, v: pairwise.interact(x, x, both, values=v if scores else None)
+    used = temporary(interact, *[cloud(20, 100_000)] * 2)
     assert used < 10 * 4 * 20 * 2048 < 4 * 20 * 100_000 / 4
 
 
@@ -77,8 +83,8 @@ def test_a_whole_step_of_svgd(exact):
     assert used < 2 * STRIP + 64 * 4 * 4000
 
 
-CLOUDS = {"RMSprop": 1, "SGLD": 2, "SVGD": 3, "w-SGLD": 2, "w-SGLD-B": 2, "pi-SGLD": 4}
-"""Gradient; gradient and noise; gradient, direction and what the optimiser makes of it; and so on."""
+CLOUDS = {"RMSprop": 1, "SGLD": 2, "SVGD": 3, "w-SGLD": 2, "w-SGLD-B": 2, "pi-SGLD": 3}
+"""Clouds beside the state: gradient; gradient and noise; gradient, direction, and the leaves as matrices; and so on."""
 
 
 @pytest.mark.parametrize("method", CLOUDS)
