@@ -24,6 +24,7 @@ LAYERS = [
     "radix",
     "selection",
     "circle",
+    "sharding",
     "pairwise",
     "kernels",
     "target",

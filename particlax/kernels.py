@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from particlax import pairwise
+from particlax import pairwise, sharding
 from particlax.checks import Part, number, positive, whole
 from particlax.errors import OptionError, ParticleError, expect
 from particlax.particles import all_equal, by_prefix, flatten, leaf_names, num_particles
@@ -174,7 +174,9 @@ class HeatEquation(Bandwidth):
             )
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
-        sample = _subsample(x, self.subsample)
+        return sharding.together(self._best, _subsample(x, self.subsample))
+
+    def _best(self, sample: PyTree) -> Float[Array, ""]:
         middle = Median(subsample=None)(sample)
         factors = np.geomspace(1 / self.spread, self.spread, self.candidates)
         widths = middle * jnp.asarray(factors, middle.dtype)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from particlax import circle, formula, fused, gpu, radix, selection, skinny
+from particlax import circle, formula, fused, gpu, radix, selection, sharding, skinny
 from particlax.errors import OptionError
 from particlax.fused import Pairs
 from particlax.particles import dimension, flatten, num_particles
@@ -88,9 +88,9 @@ def _few(x: PyTree, y: PyTree) -> bool:
     return y is x and skinny.suits(num_particles(x)) and dimension(x) > FLAT_DIM
 
 
-def _few_sqdist(xs: Blocks) -> Array:
-    """Squared distances within a cloud, from its centred Gram matrix."""
-    product = sum(skinny.gram(x)[0] for x in xs)
+def _few_sqdist(add: Callable[[Any], Any], xs: Blocks) -> Array:
+    """Squared distances within a cloud, from its centred Gram matrix, added up over the devices' coordinates."""
+    product = add(sum(skinny.gram(x)[0] for x in xs))
     own = jnp.diagonal(product)
     return jnp.maximum(own[:, None] + own[None, :] - 2 * product, 0)  # pyright: ignore
 
@@ -153,7 +153,7 @@ def _weigh(weights: Weights, r2: Array, rows: Vectors, cols: Vectors) -> Any:
 def sqdist(x: PyTree, y: PyTree) -> Float[Array, "M N"]:
     """The whole matrix of squared distances; only for clouds known to be small."""
     if _few(x, y):
-        return _few_sqdist(_blocks(x)[0])
+        return sharding.by_coordinates(_few_sqdist, (_blocks(x)[0],), result="same")
     xs, ys, _ = _centred(x, y)
     return _sqdist(xs, ys)
 
@@ -165,9 +165,13 @@ def mean_square(x: PyTree) -> Float[Array, ""]:
     12.5
     """
     if _few(x, x):  # the same kernels as for the distances, so at no cost beside them
-        parts = [skinny.gram(block) for block in _blocks(x)[0]]
-        return sum(jnp.trace(product) / len(product) + norm for product, norm in parts)  # pyright: ignore
+        return sharding.by_coordinates(_few_mean_square, (_blocks(x)[0],), result="same")
     return sum(jnp.sum(jnp.mean(wide(leaf) ** 2, 0)) for leaf in jax.tree.leaves(x))  # pyright: ignore
+
+
+def _few_mean_square(add: Callable[[Any], Any], xs: Blocks) -> Array:
+    parts = [skinny.gram(block) for block in xs]
+    return add(sum(jnp.trace(product) / len(product) + norm for product, norm in parts))
 
 
 def interact(
@@ -191,7 +195,7 @@ def interact(
     if _few(x, y):
         return _few_interact(x, vs, weights, rows, cols)
     xs, ys, back = _centred(x, y)
-    return back(_sum(fused.interact, _interact, weights, Pairs(xs, ys, vs, rows, cols)))
+    return back(_all(fused.interact, _interact, weights, Pairs(xs, ys, vs, rows, cols)))
 
 
 def _interact(weights: Weights, pairs: Pairs) -> Blocks:
@@ -208,6 +212,17 @@ def _interact(weights: Weights, pairs: Pairs) -> Blocks:
         return out
 
     return reduce_rows(strip, (xs, list(rows)), ys[0].shape[0])
+
+
+def _all(kernel: Any, strips: Any, weights: Weights, pairs: Pairs, *combine: Any) -> Any:
+    """The sum over all columns, from whichever devices they are on."""
+    xs, ys, vs, rows, cols = pairs
+
+    def part(own: Any, others: Any) -> Any:
+        (xs, rows), (ys, vs, cols) = own, others
+        return _sum(kernel, strips, weights, Pairs(xs, ys, vs, rows, cols))
+
+    return sharding.over_columns(part, (xs, rows), (ys, vs, cols), *combine)
 
 
 def _sum(kernel: Any, strips: Any, weights: Weights, pairs: Pairs) -> Any:
@@ -234,12 +249,23 @@ def _few_interact(
     x: PyTree, vs: Blocks | None, weights: Weights, rows: Vectors, cols: Vectors
 ) -> PyTree:
     xs, back = _blocks(x)
-    pair = _weigh(weights, _few_sqdist(xs), rows, cols)
-    b = pair if vs is None else pair[1]
-    left = jnp.diag(jnp.sum(b, 1)) - b
-    if vs is None:
-        return back([skinny.mix(left, block) for block in xs])
-    return back([skinny.mix(left, block, pair[0], v) for block, v in zip(xs, vs, strict=True)])
+
+    def moved(add: Any, xs: Blocks, vs: Blocks | None, rows: Vectors, cols: Vectors) -> Blocks:
+        pair = _weigh(weights, _few_sqdist(add, xs), rows, cols)
+        b = pair if vs is None else pair[1]
+        left = jnp.diag(jnp.sum(b, 1)) - b
+        if vs is None:
+            return [skinny.mix(left, block) for block in xs]
+        return [skinny.mix(left, block, pair[0], v) for block, v in zip(xs, vs, strict=True)]
+
+    return back(sharding.by_coordinates(moved, (xs, vs), (rows, cols)))
+
+
+def _few_reduce(how: Any, x: PyTree, weights: Weights, rows: Vectors, cols: Vectors) -> Array:
+    def reduced(add: Any, xs: Blocks, rows: Vectors, cols: Vectors) -> Array:
+        return how(_weigh(weights, _few_sqdist(add, xs), rows, cols), axis=1)
+
+    return sharding.by_coordinates(reduced, (_blocks(x)[0],), (rows, cols), "rows")
 
 
 def total(
@@ -256,10 +282,10 @@ def total(
     [1.0, 1.0]
     """
     if _few(x, y):
-        return jnp.sum(_weigh(weights, _few_sqdist(_blocks(x)[0]), rows, cols), 1)
+        return _few_reduce(jnp.sum, x, weights, rows, cols)
     xs, ys, _ = _centred(x, y)
     strips = functools.partial(_total, jnp.sum)
-    return _sum(fused.total, strips, weights, Pairs(xs, ys, None, rows, cols))
+    return _all(fused.total, strips, weights, Pairs(xs, ys, None, rows, cols))
 
 
 def _total(how: Any, weights: Weights, pairs: Pairs) -> Array:
@@ -275,10 +301,11 @@ def _total(how: Any, weights: Weights, pairs: Pairs) -> Array:
 def logsumexp(x: PyTree, y: PyTree, weights: Weights, cols: Vectors = ()) -> Float[Array, " M"]:
     """log sum_j exp weights(r2_ij, *cols_j) for every i, without overflow."""
     if _few(x, y):
-        return jax.nn.logsumexp(_weigh(weights, _few_sqdist(_blocks(x)[0]), (), cols), axis=1)
+        return _few_reduce(jax.nn.logsumexp, x, weights, (), cols)
     xs, ys, _ = _centred(x, y)
     strips = functools.partial(_total, jax.nn.logsumexp)
-    return _sum(fused.logsumexp, strips, weights, Pairs(xs, ys, None, (), cols))
+    pairs = Pairs(xs, ys, None, (), cols)
+    return _all(fused.logsumexp, strips, weights, pairs, jnp.logaddexp, -jnp.inf)
 
 
 def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) -> Float[Array, ""]:
@@ -305,21 +332,27 @@ def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) 
 
     # Among the M zeros of the diagonal and two copies of every pair.
     places = [(place - (num if itself else 0) - 1) // 2 for place in (rank, rank + even)]
-    plain = functools.partial(_middle, places, few)
     fits = not few and len(xs) == 1 and radix.suits(xs[0])
-    lower, upper = gpu.choose(fits, fast, plain, xs)
+
+    def middle(add: Any, xs: Blocks) -> tuple[Array, Array]:
+        return gpu.choose(fits, fast, functools.partial(_middle, places, add), xs)
+
+    if few:
+        lower, upper = sharding.by_coordinates(middle, (xs,), result="same")
+    else:
+        lower, upper = sharding.together(functools.partial(middle, None), xs)
     if of_squares:
         return (lower + upper) / 2
     return ((jnp.sqrt(lower) + jnp.sqrt(upper)) / 2) ** 2
 
 
-def _middle(places: list[int], few: bool, xs: Blocks) -> tuple[Array, Array]:
+def _middle(places: list[int], add: Any, xs: Blocks) -> tuple[Array, Array]:
     """The squared distances at one or two adjacent places in the order of all pairs i < j; below 0 there are zeros."""
     num, zero = xs[0].shape[0], jnp.zeros((), xs[0].dtype)
     pairs, place = num * (num - 1) // 2, max(places[0], 0)
     cheap = len(xs) == 1 and xs[0].shape[1] <= DIRECT_DIM and _on_cpu()
     if num * num <= min(_strip_elements(), HALF_ELEMENTS) and not (cheap and num > CIRCLE):
-        r2 = _few_sqdist(xs) if few else _sqdist(xs, xs)
+        r2 = _few_sqdist(add, xs) if add else _sqdist(xs, xs)
         # The barrier keeps one rounding of the distances for all passes.
         half = lax.optimization_barrier(r2.ravel()[selection.upper(num)])
         by_sort = pairs <= SORTED or not _on_cpu()

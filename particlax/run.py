@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from particlax import sharding
 from particlax.checkpoints import Checkpoints
 from particlax.checks import as_key, refuse_not_finite, whole
 from particlax.data import Minibatches
@@ -21,6 +22,7 @@ from particlax.engine import Clock, Fixed, Replaced, Taken, advance, advance_men
 from particlax.errors import DataError, NonFiniteError, OptionError, expect, known_options, one_of
 from particlax.fingerprint import describe_run
 from particlax.flow import Flow, State
+from particlax.particles import num_particles
 from particlax.progress import Bar
 from particlax.saver import Begun, NoSaver, Saver
 from particlax.streams import Feed, Stream
@@ -96,6 +98,7 @@ def run(
     checkpoint: str | os.PathLike | Checkpoints | None = None,
     every: int | str | None = None,
     on_nonfinite: str = "stop",
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Result:
     """Take `steps` steps of `flow` from `particles`, or go on from the `state` of an earlier result.
 
@@ -107,6 +110,9 @@ def run(
     `checkpoint` is a folder (or `px.Checkpoints`) to which the state is saved `every` so many steps or minutes ("5min"); the same
     command again goes on from there. `on_nonfinite="replace"` replaces particles that are not finite by a
     neighbour's copy, where "stop" ends the run.
+
+    `mesh` has an axis "particles", along which the particles are divided among devices, and perhaps an axis "data", along which
+    each batch is: jax.make_mesh((8,), ("particles",)). The result is the same, to rounding.
 
     >>> import particlax as px
     >>> target = px.Target(lambda x: -0.5 * jnp.sum(x**2))
@@ -130,10 +136,13 @@ def run(
             "thin keeps clouds along the way, but not the leaves that they share, without which they mean nothing; leave "
             "thin out, and keep what you need with an observer"
         )
-    first = int(state.step)
+    first, layout = int(state.step), None
+    if mesh is not None:
+        layout = sharding.layout_of(mesh, state, num_particles(state.particles))
+        state, key = sharding.put(layout, state), sharding.replicated(layout, key)
     with saver:
         begun = saver.begin(lambda: describe_run(flow, state, data, key), state, first + steps)
-        task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite)
+        task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite, layout)
         begun = begun._replace(
             stopped=begun.stopped and bool(watching)
         )  # nobody left who would stop it again
@@ -172,6 +181,7 @@ class _Task:
     watching: list[Callable[[Snapshot], Any]]
     observe_every: int | None
     on_nonfinite: str
+    layout: sharding.Layout | None = None
     feed: Feed | None = None
     data: Any = None
 
@@ -189,6 +199,7 @@ class _Task:
                 if isinstance(data, Stream)
                 else _checked_data(self.flow, begun.state, data, self.key)
             )
+            self.data = sharding.replicated(self.layout, self.data)
             yield
             return
         span = (self.first, int(begun.state.step), self.last)
@@ -233,8 +244,10 @@ class _Task:
     def _advance(
         self, state: State, step: int, size: int, keeper: "_Keeper", replaced: list[Replaced]
     ) -> Taken:
-        data = self.feed.at(step) if self.feed else self.data
-        fixed = Fixed(self.flow, data, self.key, self.data_key)
+        data = self.data
+        if self.feed:
+            data = sharding.replicated(self.layout, self.feed.at(step))
+        fixed = Fixed(self.flow, data, self.key, self.data_key, self.layout)
         clock = Clock(jnp.int32(max(keeper.thin, 1)), keeper.rows)
         if self.on_nonfinite == "replace":
             return advance_mending(fixed, state, size, clock, replaced)
@@ -297,7 +310,7 @@ class _Keeper:
         steps = np.arange(start + 1, start + size + 1, dtype=np.int64)
         steps = steps[steps % self.thin == 0]
         self.steps.append(steps)
-        self.clouds.append(jax.tree.map(lambda rows: np.asarray(rows[: len(steps)]), buffer))
+        self.clouds.append(jax.tree.map(lambda rows: sharding.on_host(rows[: len(steps)]), buffer))
 
     def history(self) -> History | None:
         if not self.thin:
