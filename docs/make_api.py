@@ -24,6 +24,7 @@ LAYERS = [
     "radix",
     "selection",
     "circle",
+    "placement",
     "sharding",
     "pairwise",
     "kernels",

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from particlax import sharding
+from particlax import placement, sharding
 from particlax.data import Minibatches
 from particlax.errors import NonFiniteError
 from particlax.flow import Flow, Info, State
@@ -30,7 +30,7 @@ class Fixed(NamedTuple):
     data: Any
     noise_key: Array
     data_key: Array
-    layout: sharding.Layout | None = None
+    layout: placement.Layout | None = None
 
 
 class Clock(NamedTuple):
@@ -89,7 +89,7 @@ def advance_mending(
         key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
         key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
         state, sources = _mend(key, state, error.particles)
-        state = sharding.put(fixed.layout, state)
+        state = placement.put(fixed.layout, state)
         pairs = zip(error.particles, sources, strict=True)
         replaced += [Replaced(error.step, lost, source) for lost, source in pairs]
         return Taken(state, log_density, kept, steps)
@@ -101,7 +101,7 @@ def _step(fixed: Fixed, state: State) -> tuple[State, Info]:
         batch = batch.batch(fixed.data_key, state.step)
     with sharding.using(fixed.layout):
         state, info = fixed.flow.step(fixed.noise_key, state, sharding.spread(batch))
-    return sharding.put(fixed.layout, state), info
+    return placement.put(fixed.layout, state), info
 
 
 def _one(fixed: Fixed, state: State) -> tuple[State, Array]:
@@ -177,7 +177,7 @@ def _replay(fixed: Fixed, state: State, size: Array) -> tuple[State, Array]:
 def _failure(fixed: Fixed, before: State, size: int) -> NonFiniteError:
     """The error for a chunk that met NaN, by replaying it step by step from its start."""
     state, flags = _replay(fixed, before, jnp.int32(size))
-    step, num, flags = int(state.step), num_particles(state.particles), sharding.on_host(flags)
+    step, num, flags = int(state.step), num_particles(state.particles), placement.on_host(flags)
     cause = int(np.argmax(flags.any(1)))
     bad = np.flatnonzero(flags[cause]).tolist()
     listed = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")

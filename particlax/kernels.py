@@ -91,7 +91,7 @@ def _subsample(x: PyTree, size: int | None) -> PyTree:
     if size is None or num <= size:
         return x
     rows = np.sort(np.random.default_rng(0).permutation(num)[:size])
-    return jax.tree.map(lambda leaf: leaf[rows], x)
+    return sharding.picked(x, rows)
 
 
 def _check_subsample(size: int | None) -> None:

@@ -153,9 +153,8 @@ class Ensemble(Metric):
 
     def frame(self, x: PyTree) -> Frame:
         matrix = wide(flatten(x)[0])
-        mean = jnp.mean(matrix, 0)
         # The covariance's factor from the QR of the cloud itself: squaring would lose half the digits.
-        q, r = sharding.factored(matrix - mean)
+        mean, q, r = sharding.factored(matrix)
         root = math.sqrt(len(matrix))
         return _Whitened(mean, r.T / root, q * root, x, self.limit)
 

@@ -111,14 +111,19 @@ def _sqdist(xs: Blocks, ys: Blocks) -> Array:
     return jnp.maximum(xx[:, None] + yy[None, :] - 2 * gram, 0)  # pyright: ignore
 
 
-def _centred(x: PyTree, y: PyTree) -> tuple[Blocks, Blocks, Callable[[Blocks], PyTree]]:
-    """Both clouds around the mean of `y` (differences do not change, rounding gets better)."""
+def _means(blocks: Blocks) -> Blocks:
+    return [jnp.mean(block, 0) for block in blocks]
+
+
+def _around(centres: Blocks, xs: Blocks, ys: Blocks) -> tuple[Blocks, Blocks]:
+    """Both clouds around the centres (differences do not change, rounding gets better)."""
+    moved = [x - c for x, c in zip(xs, centres, strict=True)]
+    return moved, moved if ys is xs else [y - c for y, c in zip(ys, centres, strict=True)]
+
+
+def _both(x: PyTree, y: PyTree) -> tuple[Blocks, Blocks, Callable[[Blocks], PyTree]]:
     xs, back = _blocks(x)
-    ys = xs if y is x else _blocks(y)[0]
-    centres = [jnp.mean(block, 0) for block in ys]
-    xs = [block - c for block, c in zip(xs, centres, strict=True)]
-    ys = xs if y is x else [block - c for block, c in zip(ys, centres, strict=True)]
-    return xs, ys, back
+    return xs, xs if y is x else _blocks(y)[0], back
 
 
 def _strip_elements() -> int:
@@ -154,8 +159,8 @@ def sqdist(x: PyTree, y: PyTree) -> Float[Array, "M N"]:
     """The whole matrix of squared distances; only for clouds known to be small."""
     if _few(x, y):
         return sharding.by_coordinates(_few_sqdist, (_blocks(x)[0],), result="same")
-    xs, ys, _ = _centred(x, y)
-    return _sqdist(xs, ys)
+    xs, ys, _ = _both(x, y)
+    return _sqdist(*_around(_means(ys), xs, ys))
 
 
 def mean_square(x: PyTree) -> Float[Array, ""]:
@@ -165,13 +170,10 @@ def mean_square(x: PyTree) -> Float[Array, ""]:
     12.5
     """
     if _few(x, x):  # the same kernels as for the distances, so at no cost beside them
-        return sharding.by_coordinates(_few_mean_square, (_blocks(x)[0],), result="same")
+        own = lambda gram, norm: jnp.trace(gram) / len(gram) + norm
+        square = lambda add, xs: add(sum(own(*skinny.gram(block)) for block in xs))
+        return sharding.by_coordinates(square, (_blocks(x)[0],), result="same")
     return sum(jnp.sum(jnp.mean(wide(leaf) ** 2, 0)) for leaf in jax.tree.leaves(x))  # pyright: ignore
-
-
-def _few_mean_square(add: Callable[[Any], Any], xs: Blocks) -> Array:
-    parts = [skinny.gram(block) for block in xs]
-    return add(sum(jnp.trace(product) / len(product) + norm for product, norm in parts))
 
 
 def interact(
@@ -194,7 +196,7 @@ def interact(
     vs = None if values is None else _blocks(values)[0]
     if _few(x, y):
         return _few_interact(x, vs, weights, rows, cols)
-    xs, ys, back = _centred(x, y)
+    xs, ys, back = _both(x, y)
     return back(_all(fused.interact, _interact, weights, Pairs(xs, ys, vs, rows, cols)))
 
 
@@ -214,15 +216,17 @@ def _interact(weights: Weights, pairs: Pairs) -> Blocks:
     return reduce_rows(strip, (xs, list(rows)), ys[0].shape[0])
 
 
-def _all(kernel: Any, strips: Any, weights: Weights, pairs: Pairs, *combine: Any) -> Any:
+def _all(kernel: Any, strips: Any, weights: Weights, pairs: Pairs, log: bool = False) -> Any:
     """The sum over all columns, from whichever devices they are on."""
     xs, ys, vs, rows, cols = pairs
 
-    def part(own: Any, others: Any) -> Any:
+    def part(centres: Blocks, own: Any, others: Any) -> Any:
         (xs, rows), (ys, vs, cols) = own, others
-        return _sum(kernel, strips, weights, Pairs(xs, ys, vs, rows, cols))
+        near = _around(centres, xs, ys)
+        return _sum(kernel, strips, weights, Pairs(*near, vs, rows, cols))
 
-    return sharding.over_columns(part, (xs, rows), (ys, vs, cols), *combine)
+    mean = lambda others: _means(others[0])
+    return sharding.over_columns(part, (xs, rows), (ys, vs, cols), mean, log=log)
 
 
 def _sum(kernel: Any, strips: Any, weights: Weights, pairs: Pairs) -> Any:
@@ -269,11 +273,7 @@ def _few_reduce(how: Any, x: PyTree, weights: Weights, rows: Vectors, cols: Vect
 
 
 def total(
-    x: PyTree,
-    y: PyTree,
-    weights: Weights,
-    rows: Vectors = (),
-    cols: Vectors = (),
+    x: PyTree, y: PyTree, weights: Weights, rows: Vectors = (), cols: Vectors = ()
 ) -> Float[Array, " M"]:
     """sum_j weights(r2_ij, *rows_i, *cols_j) for every i.
 
@@ -283,7 +283,7 @@ def total(
     """
     if _few(x, y):
         return _few_reduce(jnp.sum, x, weights, rows, cols)
-    xs, ys, _ = _centred(x, y)
+    xs, ys, _ = _both(x, y)
     strips = functools.partial(_total, jnp.sum)
     return _all(fused.total, strips, weights, Pairs(xs, ys, None, rows, cols))
 
@@ -302,10 +302,10 @@ def logsumexp(x: PyTree, y: PyTree, weights: Weights, cols: Vectors = ()) -> Flo
     """log sum_j exp weights(r2_ij, *cols_j) for every i, without overflow."""
     if _few(x, y):
         return _few_reduce(jax.nn.logsumexp, x, weights, (), cols)
-    xs, ys, _ = _centred(x, y)
+    xs, ys, _ = _both(x, y)
     strips = functools.partial(_total, jax.nn.logsumexp)
     pairs = Pairs(xs, ys, None, (), cols)
-    return _all(fused.logsumexp, strips, weights, pairs, jnp.logaddexp, -jnp.inf)
+    return _all(fused.logsumexp, strips, weights, pairs, log=True)
 
 
 def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) -> Float[Array, ""]:
@@ -315,8 +315,7 @@ def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) 
     `of_squares` averages the two middle squares of an even number, and not the distances.
     """
     few = _few(x, x)
-    xs = _blocks(x)[0] if few else _centred(x, x)[0]
-    xs = lax.stop_gradient(xs)
+    xs = lax.stop_gradient(_blocks(x)[0])
     num = xs[0].shape[0]
     if num > 46340:
         raise OptionError(
@@ -335,6 +334,7 @@ def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) 
     fits = not few and len(xs) == 1 and radix.suits(xs[0])
 
     def middle(add: Any, xs: Blocks) -> tuple[Array, Array]:
+        xs = xs if few else _around(_means(xs), xs, xs)[0]
         return gpu.choose(fits, fast, functools.partial(_middle, places, add), xs)
 
     if few:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from particlax import sharding
+from particlax import placement
 from particlax.checkpoints import Checkpoints
 from particlax.checks import as_key, refuse_not_finite, whole
 from particlax.data import Minibatches
@@ -130,6 +130,7 @@ def run(
     expect("flow", flow, Flow, "px.svgd(target, optimizer=optax.adam(0.05))")
     watching = [observers] if callable(observers) else list(observers)
     key, saver = as_key(key), _saver(checkpoint, every, thin)
+    particles = particles if mesh is None else placement.loosened(particles)
     state = _resumed(flow, particles) if isinstance(particles, State) else flow.init(particles)
     if thin and state.shared is not None:
         raise OptionError(
@@ -138,8 +139,13 @@ def run(
         )
     first, layout = int(state.step), None
     if mesh is not None:
-        layout = sharding.layout_of(mesh, state, num_particles(state.particles))
-        state, key = sharding.put(layout, state), sharding.replicated(layout, key)
+        if checkpoint is not None and jax.process_count() > 1:
+            raise OptionError(
+                f"checkpoint came with {jax.process_count()} processes; expected one process, since each would lock the folder. "
+                "Leave checkpoint out, and save what you need with an observer"
+            )
+        layout = placement.layout_of(mesh, state, num_particles(state.particles))
+        state, key = placement.put(layout, state), placement.replicated(layout, key)
     with saver:
         begun = saver.begin(lambda: describe_run(flow, state, data, key), state, first + steps)
         task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite, layout)
@@ -181,7 +187,7 @@ class _Task:
     watching: list[Callable[[Snapshot], Any]]
     observe_every: int | None
     on_nonfinite: str
-    layout: sharding.Layout | None = None
+    layout: placement.Layout | None = None
     feed: Feed | None = None
     data: Any = None
 
@@ -199,7 +205,7 @@ class _Task:
                 if isinstance(data, Stream)
                 else _checked_data(self.flow, begun.state, data, self.key)
             )
-            self.data = sharding.replicated(self.layout, self.data)
+            self.data = placement.replicated(self.layout, self.data)
             yield
             return
         span = (self.first, int(begun.state.step), self.last)
@@ -220,6 +226,7 @@ class _Task:
         while pace.done < self.steps and not stopped:
             step = self.first + pace.done
             size = min(pace.next(), keeper.room(step), saver.room(step), self._room(step))
+            size = placement.agreed(self.layout, size)
             try:
                 taken = self._advance(state, step, size, keeper, replaced)
             except NonFiniteError as error:
@@ -246,7 +253,7 @@ class _Task:
     ) -> Taken:
         data = self.data
         if self.feed:
-            data = sharding.replicated(self.layout, self.feed.at(step))
+            data = placement.replicated(self.layout, self.feed.at(step))
         fixed = Fixed(self.flow, data, self.key, self.data_key, self.layout)
         clock = Clock(jnp.int32(max(keeper.thin, 1)), keeper.rows)
         if self.on_nonfinite == "replace":
@@ -310,7 +317,7 @@ class _Keeper:
         steps = np.arange(start + 1, start + size + 1, dtype=np.int64)
         steps = steps[steps % self.thin == 0]
         self.steps.append(steps)
-        self.clouds.append(jax.tree.map(lambda rows: sharding.on_host(rows[: len(steps)]), buffer))
+        self.clouds.append(jax.tree.map(lambda rows: placement.on_host(rows[: len(steps)]), buffer))
 
     def history(self) -> History | None:
         if not self.thin:

@@ -1,4 +1,4 @@
-"""Many devices: who holds which particles, and the four ways in which they exchange them.
+"""Many devices: the ways in which they exchange particles.
 
 A mesh has an axis `particles`, perhaps an axis `data`, and any others. Every device of the first holds M / P particles. While a
 step is traced with a mesh, the functions below run their argument on each device's particles (`jax.shard_map`); without one they
@@ -15,7 +15,7 @@ Axes other than `particles` are left to the compiler, in here and elsewhere.
 
 import contextlib
 import contextvars
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,42 +23,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
 
-from particlax.errors import DataError, OptionError, ParticleError
+from particlax.errors import DataError
+from particlax.placement import AXIS, Layout
 
 __all__ = [
-    "Layout",
     "by_coordinates",
     "by_rows",
     "factored",
-    "layout_of",
-    "on_host",
     "over_columns",
-    "put",
-    "replicated",
+    "picked",
     "spread",
     "together",
     "using",
 ]
 
-AXIS, DATA = "particles", "data"
+DATA = "data"
+"""The mesh axis along which batches are divided."""
 GATHER_BYTES = 1 << 26
 """What all particles may take up on one device, in bytes; clouds above go around the ring."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """A mesh, and where each leaf of a flow's state lies on it."""
-
-    mesh: Mesh
-    specs: tuple[PartitionSpec, ...]
-
-    @property
-    def parts(self) -> int:
-        """The number P of devices among which the particles are divided."""
-        return self.mesh.shape[AXIS]
+FACTOR_BYTES = 1 << 20
+"""Largest cloud that every device factors as a whole."""
 
 
 _active: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
@@ -72,89 +59,6 @@ def using(layout: Layout | None) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
-
-
-# Placement
-
-
-def layout_of(mesh: Any, state: PyTree, num: int) -> Layout:
-    """Where the leaves of `state` go: those with `num` rows are divided, unless they say more themselves; the others are copied."""
-    mesh = _checked(mesh, num)
-    return Layout(mesh, tuple(_spec(leaf, mesh, num) for leaf in jax.tree.leaves(state)))
-
-
-def _checked(mesh: Any, num: int) -> Mesh:
-    if not isinstance(mesh, Mesh):
-        raise OptionError(
-            f"mesh is {mesh!r}; expected a jax.sharding.Mesh with an axis 'particles', such as jax.make_mesh((8,), ('particles',))"
-        )
-    if AXIS not in mesh.axis_names:
-        raise OptionError(
-            f"the mesh has the axes {mesh.axis_names}; expected one called 'particles', and perhaps one called 'data', such as "
-            "jax.make_mesh((4, 2), ('particles', 'data'))"
-        )
-    parts = mesh.shape[AXIS]
-    if num % parts:
-        near = sorted({max(num - num % parts, parts), num + parts - num % parts})
-        fewer = max(n for n in range(1, parts + 1) if num % n == 0)
-        raise ParticleError(
-            f"{num} particles came for {parts} devices along the mesh axis 'particles'; expected a multiple of {parts}. Take "
-            f"{' or '.join(map(str, near))} particles, or a mesh with {fewer} along that axis"
-        )
-    # By rule, the compiler places what is not said here, whichever kind of axes came.
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
-
-
-def _spec(leaf: Any, mesh: Mesh, num: int) -> PartitionSpec:
-    if np.shape(leaf)[:1] != (num,):
-        return PartitionSpec()
-    here = getattr(leaf, "sharding", None)
-    own: tuple[Any, ...] = ()
-    if isinstance(here, NamedSharding) and here.mesh.shape_tuple == mesh.shape_tuple:
-        own = tuple(None if part == AXIS else part for part in here.spec[1:])
-    return PartitionSpec(AXIS, *own)
-
-
-def put(layout: Layout | None, state: PyTree) -> PyTree:
-    """The state, placed; inside a compiled program, told where to be."""
-    if layout is None:
-        return state
-    leaves, structure = jax.tree.flatten(state)
-    places = [NamedSharding(layout.mesh, spec) for spec in layout.specs]
-    move = lax.with_sharding_constraint if _traced(leaves) else _device_put
-    moved = [move(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
-    return jax.tree.unflatten(structure, moved)
-
-
-def replicated(layout: Layout | None, tree: PyTree) -> PyTree:
-    """Every array whole on every device."""
-    if layout is None:
-        return tree
-    place = NamedSharding(layout.mesh, PartitionSpec())
-    is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
-    return jax.tree.map(lambda leaf: _device_put(leaf, place) if is_array(leaf) else leaf, tree)
-
-
-def _traced(leaves: list[Any]) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-
-
-def _device_put(leaf: Any, place: NamedSharding) -> Array:
-    if place.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
-        return jax.device_put(leaf, place)
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(leaf))
-        return jax.random.wrap_key_data(jax.device_put(data, place), impl=jax.random.key_impl(leaf))
-    return jax.device_put(np.asarray(leaf), place)  # every host has the same values
-
-
-def on_host(array: Array) -> np.ndarray:
-    """The values of an array, wherever its parts are."""
-    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def spread(batch: PyTree) -> PyTree:
@@ -175,7 +79,13 @@ def spread(batch: PyTree) -> PyTree:
 # Exchange
 
 
-def _on_each(layout: Layout, function: Callable[..., Any], args: Any, into: Any) -> Any:
+def _on_each(
+    layout: Layout,
+    function: Callable[..., Any],
+    args: Any,
+    into: Any,
+    given: Any = PartitionSpec(AXIS),
+) -> Any:
     """function(*args) on each device, with its rows of every array; `into` says of each result whether rows or the same."""
 
     def body(*args: Any) -> Any:
@@ -185,16 +95,19 @@ def _on_each(layout: Layout, function: Callable[..., Any], args: Any, into: Any)
     return jax.shard_map(
         body,
         mesh=layout.mesh,
-        in_specs=PartitionSpec(AXIS),
+        in_specs=given,
         out_specs=into,
         axis_names={AXIS},
         check_vma=False,
     )(*args)
 
 
-def _divides(layout: Layout | None, *trees: PyTree) -> bool:
-    leaves = jax.tree.leaves(trees)
-    return layout is not None and all(leaf.shape[0] % layout.parts == 0 for leaf in leaves)
+def _divided(*trees: PyTree) -> Layout | None:
+    """The layout of what is being traced, if these arrays have a row for each particle."""
+    layout = _active.get()
+    if layout and all(leaf.shape[:1] == (layout.num,) for leaf in jax.tree.leaves(trees)):
+        return layout
+    return None
 
 
 def _whole(tree: PyTree) -> PyTree:
@@ -220,8 +133,8 @@ def by_rows(
     >>> by_rows(lambda x: 2 * x, jnp.ones(3)).tolist()
     [2.0, 2.0, 2.0]
     """
-    layout = _active.get()
-    if layout is None or not _divides(layout, own, whole):
+    layout = _divided(own, whole)
+    if layout is None:
         return function(*own) if whole is None else function(*own, whole)
 
     def part(own: Any, others: Any) -> Any:
@@ -234,49 +147,82 @@ def by_rows(
 
 def together(function: Callable[..., Any], *trees: PyTree, rows: bool = False) -> Any:
     """function(*trees) of whole arrays, small enough for each device to do it; with `rows`, each keeps its own of the result."""
-    layout = _active.get()
-    if layout is None or not _divides(layout, trees):
+    layout, divided = _active.get(), _divided(trees)
+    if layout is None:
         return function(*trees)
 
     def part(*trees: Any) -> Any:
-        found = function(*_whole(trees))
+        found = function(*(_whole(trees) if divided else trees))
         return _own(found, layout.parts) if rows else found
 
-    return _on_each(layout, part, trees, PartitionSpec(AXIS) if rows else PartitionSpec())
+    into = PartitionSpec(AXIS) if rows else PartitionSpec()
+    return _on_each(layout, part, trees, into, PartitionSpec(AXIS) if divided else PartitionSpec())
+
+
+def picked(tree: PyTree, rows: Int[np.ndarray, " S"]) -> PyTree:
+    """Some rows of every array, the same on every device.
+
+    >>> picked(jnp.arange(5.0), np.array([1, 4])).tolist()
+    [1.0, 4.0]
+    """
+    layout = _divided(tree)
+    if layout is None:
+        return jax.tree.map(lambda leaf: leaf[rows], tree)
+
+    def part(tree: Any) -> Any:
+        size = layout.num // layout.parts
+        place = jnp.asarray(rows) - lax.axis_index(AXIS) * size
+        here = (place >= 0) & (place < size)
+
+        def mine(leaf: Array) -> Array:
+            flags = here.reshape(-1, *(1,) * (leaf.ndim - 1))
+            return jnp.where(flags, leaf[jnp.clip(place, 0, size - 1)], 0)
+
+        return lax.psum(jax.tree.map(mine, tree), AXIS)
+
+    return _on_each(layout, part, (tree,), PartitionSpec())
 
 
 def over_columns(
-    part: Callable[[Any, Any], Any],
+    part: Callable[[Any, Any, Any], Any],
     own: PyTree,
     others: PyTree,
-    combine: Callable[[Array, Array], Array] = jnp.add,
-    start: float = 0.0,
+    mean: Callable[[Any], Any],
+    *,
+    log: bool = False,
 ) -> Any:
-    """part(own, others), where part of some of `others` and part of the rest `combine` to the part of all.
+    """part(mean(others), own, others), where the parts of some and of the rest of `others` add up to the part of all.
 
-    >>> over_columns(lambda x, y: x + y.sum(), jnp.zeros(2), jnp.ones(3)).tolist()
-    [3.0, 3.0]
+    With `log`, their exponentials do.
+
+    >>> part = lambda mean, x, y: x + jnp.sum(y - mean)
+    >>> over_columns(part, jnp.ones(2), jnp.arange(3.0), jnp.mean).tolist()
+    [1.0, 1.0]
     """
-    layout = _active.get()
-    if layout is None or not _divides(layout, own, others):
-        return part(own, others)
+    layout = _divided(own, others)
+    if layout is None:
+        return part(mean(others), own, others)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(others))
+    combine, start = (jnp.logaddexp, -jnp.inf) if log else (jnp.add, 0)
     around = [(i, (i + 1) % layout.parts) for i in range(layout.parts)]
 
     def gathered(own: Any, others: Any) -> Any:
-        return part(own, _whole(others))
+        whole = _whole(others)
+        return part(mean(whole), own, whole)
 
     def ring(own: Any, here: Any) -> Any:
+        add = functools.partial(part, lax.pmean(mean(here), AXIS), own)
+
         def turn(_: Any, carry: Any) -> Any:
             found, here = carry
             # Sent before the sums are taken, which do not wait for it.
             coming = jax.tree.map(lambda leaf: lax.ppermute(leaf, AXIS, around), here)
-            return jax.tree.map(combine, found, part(own, here)), coming
+            return jax.tree.map(combine, found, add(here)), coming
 
-        shapes = jax.eval_shape(part, own, here)
-        found = jax.tree.map(lambda leaf: jnp.full(leaf.shape, start, leaf.dtype), shapes)
+        blank = lambda leaf: jnp.full(leaf.shape, start, leaf.dtype)
+        found = jax.tree.map(blank, jax.eval_shape(add, here))
         found, here = lax.fori_loop(0, layout.parts - 1, turn, (found, here))
-        return jax.tree.map(combine, found, part(own, here))
+        return jax.tree.map(combine, found, add(here))
 
     function = gathered if size <= GATHER_BYTES else ring
     return _on_each(layout, function, (own, others), PartitionSpec(AXIS))
@@ -290,8 +236,8 @@ def by_coordinates(
     `clouds` are lists of matrices with a row for each particle, `vectors` are whole everywhere. The result is such a list
     ("cloud"), has a row for each particle ("rows") or is the same everywhere ("same").
     """
-    layout = _active.get()
-    if layout is None or not _divides(layout, clouds, vectors):
+    layout = _divided(clouds, vectors)
+    if layout is None:
         return function(lambda found: found, *clouds, *vectors)
     parts = layout.parts
     widths = [leaf.shape[1] for leaf in clouds[0]]
@@ -315,17 +261,34 @@ def by_coordinates(
     return _on_each(layout, part, (clouds, vectors), into)
 
 
-def factored(matrix: Float[Array, "M D"]) -> tuple[Float[Array, "M D"], Float[Array, "D D"]]:
-    """Q and R of a tall matrix; on several devices from the R of each part (signs of R's rows may differ)."""
-    layout = _active.get()
-    if layout is None or not _divides(layout, matrix):
-        found = jnp.linalg.qr(matrix)
-        return found[0], found[1]
+def factored(matrix: Float[Array, "M D"]) -> tuple[Array, Array, Array]:
+    """The mean m, and Q and R of the matrix less its mean; large ones from the R of each part (signs of rows may then differ).
 
-    def part(rows: Array) -> Any:
-        q, r = jnp.linalg.qr(rows)
+    >>> mean, q, r = factored(jnp.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]))
+    >>> bool(jnp.allclose(q @ r + mean, jnp.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]), atol=1e-6))
+    True
+    """
+
+    def plain(matrix: Array) -> tuple[Array, Array, Array]:
+        mean = jnp.mean(matrix, 0)
+        q, r = jnp.linalg.qr(matrix - mean)
+        return mean, q, r
+
+    layout = _divided(matrix)
+    if layout is None:
+        return plain(matrix)
+
+    def gathered(rows: Array) -> tuple[Array, Array, Array]:
+        mean, q, r = plain(_whole(rows))
+        return mean, _own(q, layout.parts), r
+
+    def in_parts(rows: Array) -> tuple[Array, Array, Array]:
+        mean = lax.pmean(jnp.mean(rows, 0), AXIS)
+        q, r = jnp.linalg.qr(rows - mean)
         top, r_all = jnp.linalg.qr(_whole(r))
-        return jnp.matmul(q, _own(top, layout.parts), precision=lax.Precision.HIGHEST), r_all
+        own = jnp.matmul(q, _own(top, layout.parts), precision=lax.Precision.HIGHEST)
+        return mean, own, r_all
 
-    into = (PartitionSpec(AXIS), PartitionSpec())
-    return _on_each(layout, part, (matrix,), into)
+    function = gathered if matrix.size * matrix.dtype.itemsize <= FACTOR_BYTES else in_parts
+    into = (PartitionSpec(), PartitionSpec(AXIS), PartitionSpec())
+    return _on_each(layout, function, (matrix,), into)

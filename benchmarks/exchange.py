@@ -1,0 +1,122 @@
+"""What the devices of a mesh exchange in a step: read from the compiled program, beside the formulas of docs/scale.
+
+python -m benchmarks.exchange [devices]        (default 8, virtual ones on the CPU)
+"""
+
+import re
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import particlax as px
+from particlax import engine, placement, sharding
+from particlax.particles import num_particles
+
+KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+LOOP = re.compile(r"body=%?([\w.\-]+).*known_trip_count\D+(\d+)")
+SENT = re.compile(rf"= (\([^)]*\)|\S+) ({'|'.join(KINDS)})(?:-start)?\(")
+
+
+class Message(NamedTuple):
+    """One collective: its kind, the shapes of its result on a device, and how often a step runs it."""
+
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+    size: int
+    times: int
+
+    def received(self, devices: int) -> float:
+        """Bytes that one device gets from others, by the usual ring algorithms."""
+        share = (devices - 1) / devices
+        factor = {"all-reduce": 2 * share, "collective-permute": 1.0, "reduce-scatter": devices - 1}
+        return factor.get(self.kind, share) * self.size * self.times
+
+
+def messages(text: str) -> list[Message]:
+    """The collectives of a compiled program; those in a loop of known length count that often."""
+    loops = {name: int(times) for name, times in LOOP.findall(text)}
+    found, inside = [], ""
+    for line in text.splitlines():
+        if line and not line.startswith((" ", "}")):
+            inside = line.split("(")[0].replace("ENTRY", "").strip().lstrip("%")
+        match = SENT.search(line)
+        if match:
+            parts = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+            shapes = [tuple(int(n) for n in dims.split(",") if n) for _, dims in parts]
+            size = sum(_bytes(kind, dims) for (kind, _), dims in zip(parts, shapes, strict=True))
+            found.append(Message(match[2], tuple(shapes), size, loops.get(inside, 1)))
+    return found
+
+
+def _bytes(kind: str, shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count * WIDTHS.get(kind, 8)
+
+
+def in_a_step(flow: Any, particles: Any, mesh: Any, data: Any = None) -> list[Message]:
+    """The collectives of one step of `px.run(flow, particles, data=data, mesh=mesh)`."""
+    state = flow.init(particles)
+    layout = placement.layout_of(mesh, state, num_particles(particles))
+    state, data = placement.put(layout, state), placement.replicated(layout, data)
+    keys = placement.replicated(layout, (jax.random.key(0), jax.random.key(1)))
+
+    def step(data: Any, keys: Any, state: Any) -> Any:
+        return engine._step(engine.Fixed(flow, data, *keys, layout), state)[0]
+
+    return messages(jax.jit(step).lower(data, keys, state).compile().as_text())
+
+
+def expected(
+    name: str, num: int, dim: int, devices: int, *, width: int = 4, ring: bool = False
+) -> float:
+    """Bytes that one device receives in a step of a sampler with its defaults (docs/scale)."""
+    share, cloud = (devices - 1) / devices, num * dim * width
+    few = num <= 64 and dim > 4096
+    median = 2 * 512 * dim * width if num > 512 else 0
+    vector = num * width
+    if name in ("sgld", "sghmc"):
+        return 0.0
+    if few:
+        turns = {"svgd": 3, "w_sgld": 2, "w_sgld_b": 2, "pi_sgld": 4}[name]
+        gram = 2 * num * num * width
+        return share * (turns * cloud / devices + gram + (vector if name == "w_sgld_b" else 0))
+    gathered = {"svgd": 2, "w_sgld": 1, "w_sgld_b": 1, "pi_sgld": 2, "calibrated": 2}[name]
+    if ring:  # every sum has a round of its own
+        gathered = {"svgd": 2, "w_sgld": 1, "w_sgld_b": 2, "pi_sgld": 3, "calibrated": 4}[name]
+    masses = vector if name in ("w_sgld_b", "calibrated") else 0
+    factors = min(cloud, devices * dim * dim * width if cloud > sharding.FACTOR_BYTES else cloud)
+    factors = factors if name == "calibrated" else 0
+    return share * (gathered * cloud + median + masses + factors)
+
+
+def main(devices: int) -> None:
+    """A table: sampler, M, D, bytes by the formula, bytes of the compiled program."""
+    mesh = jax.make_mesh((devices,), (placement.AXIS,))
+    target = px.Target(lambda x: -0.5 * jnp.sum(x**2))
+    print(
+        f"{'sampler':12} {'M':>7} {'D':>6} {'way':>7} {'formula':>12} {'program':>12}   bytes a device receives"
+    )
+    for ring, num, dim in ((False, 4096, 2), (False, 256, 50), (True, 4096, 2), (False, 32, 8192)):
+        sharding.GATHER_BYTES = 0 if ring else 1 << 26
+        for name in px.algorithms.__all__:
+            if name == "calibrated" and num < dim + 2:
+                continue
+            stepping = {"step_size": 0.01} if name in ("sgld", "sghmc", "calibrated") else {"optimizer": optax.adam(0.01)}  # fmt: skip
+            flow = getattr(px.algorithms, name)(target, **stepping)
+            cloud = px.particles.normal(jax.random.key(0), num, like=jnp.zeros(dim))
+            sent = sum(m.received(devices) for m in in_a_step(flow, cloud, mesh))
+            way = "turned" if num <= 64 and dim > 4096 else "ring" if ring else "gather"
+            wanted = expected(name, num, dim, devices, ring=ring)
+            print(f"{name:12} {num:7} {dim:6} {way:>7} {wanted:12.0f} {sent:12.0f}")
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    jax.config.update("jax_num_cpu_devices", count)
+    main(count)
