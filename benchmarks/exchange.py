@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import particlax as px
-from particlax import engine, placement, sharding
+from particlax import algorithms, engine, placement, sharding
 from particlax.particles import num_particles
 
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
@@ -67,9 +67,9 @@ def in_a_step(flow: Any, particles: Any, mesh: Any, data: Any = None) -> list[Me
     keys = placement.replicated(layout, (jax.random.key(0), jax.random.key(1)))
 
     def step(data: Any, keys: Any, state: Any) -> Any:
-        return engine._step(engine.Fixed(flow, data, *keys, layout), state)[0]
+        return engine._step(engine.Fixed(flow, data, keys[0], keys[1], layout), state)[0]
 
-    return messages(jax.jit(step).lower(data, keys, state).compile().as_text())
+    return messages(str(jax.jit(step).lower(data, keys, state).compile().as_text()))
 
 
 def expected(
@@ -104,11 +104,11 @@ def main(devices: int) -> None:
     )
     for ring, num, dim in ((False, 4096, 2), (False, 256, 50), (True, 4096, 2), (False, 32, 8192)):
         sharding.GATHER_BYTES = 0 if ring else 1 << 26
-        for name in px.algorithms.__all__:
+        for name in algorithms.__all__:
             if name == "calibrated" and num < dim + 2:
                 continue
             stepping = {"step_size": 0.01} if name in ("sgld", "sghmc", "calibrated") else {"optimizer": optax.adam(0.01)}  # fmt: skip
-            flow = getattr(px.algorithms, name)(target, **stepping)
+            flow = getattr(algorithms, name)(target, **stepping)
             cloud = px.particles.normal(jax.random.key(0), num, like=jnp.zeros(dim))
             sent = sum(m.received(devices) for m in in_a_step(flow, cloud, mesh))
             way = "turned" if num <= 64 and dim > 4096 else "ring" if ring else "gather"

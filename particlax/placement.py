@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -117,7 +118,7 @@ def replicated(layout: Layout | None, tree: PyTree) -> PyTree:
 
 
 def _traced(leaves: list[Any]) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
 def _device_put(leaf: Any, place: NamedSharding) -> Array:
