@@ -1,18 +1,16 @@
-"""How fast the sums over all pairs are, by kernel and by plain XLA: a JSON line for each.
+"""How fast the sums over all pairs are, by kernel and by plain XLA.
 
-python -m benchmarks.pairs                              # on a GPU, about 2 minutes
-python -m benchmarks.pairs --only=median,step           # some of: sizes, dims, terms, median, step
-python -m benchmarks.pairs --sizes=2048,131072          # other clouds for the part `sizes`
-python -m benchmarks.pairs --smoke                      # tiny clouds, anywhere
+python -m experiments run pairs                         # on a GPU, about 4 minutes
+python -m experiments run pairs --only=median,step      # some of: step, median, sizes, dims, terms
+python -m experiments run pairs --sizes=2048,131072     # other clouds for the part `sizes`
 
 Every figure is the median over repeats of a compiled loop. `limit` is in pairs a second: 4e12 by an H200's exponential units,
 or its 67 TFLOP/s of float32 over 4 D operations for a pair, whichever is less. `error` is the largest difference
 from NumPy in float64 over some rows, relative to the largest entry.
 """
 
+import dataclasses
 import functools
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +21,8 @@ import numpy as np
 import optax
 
 import particlax as px
+from experiments import config, report
+from experiments.study import Evaluation, Run, Study, Table
 from particlax import gpu, pairwise
 from particlax.terms import Cloud, Frame
 
@@ -31,6 +31,20 @@ PARTS = ("step", "median", "sizes", "dims", "terms")
 PLAIN_MOST = 1 << 17
 """Largest cloud for which plain XLA is timed as well."""
 Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of the comparison."""
+
+    only: tuple[str, ...] = PARTS
+    sizes: tuple[int, ...] = tuple(1 << k for k in range(11, 21))
+    dims: int = 65536  # particles in 16 and 64 dimensions
+    terms: int = 131072
+    medians: tuple[int, ...] = (512, 2000, 8000, 32000)
+    steps: tuple[int, ...] = (2000, 8000)  # with the exact median
+    usual: tuple[int, ...] = (8000, 1 << 20)  # with the default, over a subsample
+    seeds: int = 1
 
 
 def cloud(num: int, dim: int) -> tuple[jax.Array, jax.Array]:
@@ -157,38 +171,76 @@ def step(num: int, kernel: Any) -> Iterator[Row]:
     gpu.MODE = None
 
 
-def rows(only: tuple[str, ...], sizes: list[int], smoke: bool) -> Iterator[Row]:
-    """All rows of the parts asked for."""
+def parts(c: Config) -> Iterator[tuple[str, int, int, Callable[[], Iterator[Row]]]]:
+    """Name, particles, dimensions and work of everything that is timed."""
     exact, usual = px.kernels.RBF(px.kernels.Median(subsample=None)), px.kernels.RBF()
-    parts = {
-        "sizes": [functools.partial(stein, num, 2) for num in sizes],
-        "dims": [functools.partial(stein, 300 if smoke else 65536, dim) for dim in (16, 64)],
-        "terms": [functools.partial(terms, 300 if smoke else 131072)],
-        "median": [
-            functools.partial(median, n) for n in ([300] if smoke else [512, 2000, 8000, 32000])
-        ],
-        "step": [functools.partial(step, n, exact) for n in ([300] if smoke else [2000, 8000])],
+    known: dict[str, list[tuple[int, int, Any]]] = {
+        "step": [(num, 2, functools.partial(step, num, exact)) for num in c.steps]
+        + [(num, 2, functools.partial(step, num, usual)) for num in c.usual],
+        "median": [(num, 2, functools.partial(median, num)) for num in c.medians],
+        "sizes": [(num, 2, functools.partial(stein, num, 2)) for num in c.sizes],
+        "dims": [(c.dims, dim, functools.partial(stein, c.dims, dim)) for dim in (16, 64)],
+        "terms": [(c.terms, 2, functools.partial(terms, c.terms))],
     }
-    parts["step"] += [] if smoke else [functools.partial(step, n, usual) for n in (8000, 1 << 20)]
-    for name in only:
-        for part in parts[name]:
-            yield from part()
+    if unknown := [name for name in c.only if name not in known]:
+        raise config.ConfigError(f"--only={unknown[0]}: expected some of {', '.join(known)}")
+    for name in c.only:
+        for num, dim, work in known[name]:
+            yield name, num, dim, work
 
 
-def main(arguments: list[str]) -> None:
-    """Print the rows as they come."""
-    given = dict(a.removeprefix("--").split("=") for a in arguments if "=" in a)
-    smoke = "--smoke" in arguments
-    only = tuple(given.get("only", ",".join(PARTS)).split(","))
-    if unknown := set(only) - set(PARTS):
-        raise SystemExit(f"unknown parts {sorted(unknown)}; expected some of {PARTS}")
-    usual = [256] if smoke else [1 << k for k in range(11, 21)]
-    sizes = [int(size) for size in given["sizes"].split(",")] if "sizes" in given else usual
-    device = jax.devices()[0].device_kind
-    for row in rows(only, sizes, smoke):
-        short = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-        print(json.dumps({**short, "device": device}), flush=True)
+def runs(c: Config) -> Iterator[Run]:
+    """One for each of them; its evaluations are the paths."""
+    for place, (name, num, dim, work) in enumerate(parts(c)):
+        usual = name == "step" and place >= len(c.steps)
+        settings = {"part": name, "M": num, "D": dim, "median": "512" if usual else "all"}
+        yield Run(settings, 0, functools.partial(evaluated, work))
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def evaluated(work: Callable[[], Iterator[Row]]) -> Iterator[Evaluation]:
+    """The rows as evaluations."""
+    began = time.perf_counter()
+    for row in work():
+        metrics = {k: v for k, v in row.items() if k not in ("M", "D", "median")}
+        yield Evaluation(metrics, time.perf_counter() - began)
+
+
+def table(found: list[dict]) -> report.Rows:
+    """By work: ms of the kernel and of plain XLA, pairs a second, the share of the limit, memory, error."""
+    rows = [["what", "M", "D", "kernel, ms", "plain XLA, ms", "pairs a second", "of the limit", "memory, MiB", "error"]]  # fmt: skip
+    by: dict[tuple, dict[str, dict]] = {}
+    for entry in found:
+        c, m = entry["config"], entry["metrics"]
+        by.setdefault((m["what"], c["M"], c["D"], c["median"]), {})[m["path"]] = m
+    for (what, num, dim, over), paths in by.items():
+        fast, plain = paths.get("fused", {}), paths.get("plain", {})
+        name = (
+            what
+            if what != "step"
+            else "SVGD step, " + {"all": "exact median"}.get(over, f"median of {over}")
+        )
+        show = lambda key, kind, m=fast: f"{m[key]:{kind}}" if key in m else "-"
+        rows.append([
+            name, f"{num:,}", f"{dim}", show("ms", ".4g"), show("ms", ".4g", plain), show("pairs_per_s", ".2e"), show("fraction", ".0%"),
+            show("mib", ".3g"), show("error", ".0e"),
+        ])  # fmt: skip
+    return rows
+
+
+STUDY = Study(
+    name="pairs",
+    title="Sums over all pairs, by kernel and by plain XLA",
+    paper="",
+    takes="4 minutes on an H200; for a GPU",
+    config=Config,
+    runs=runs,
+    tables={"pairs": Table("Sums over all pairs", table)},
+    smoke={
+        "sizes": (256,),
+        "dims": 300,
+        "terms": 256,
+        "medians": (300,),
+        "steps": (300,),
+        "usual": (),
+    },
+)

@@ -91,7 +91,7 @@ STUDY = Study(
     tables={"cifar-time": Table("Time and memory of a step", cifar_tables.times)},
     smoke={
         "methods": "Adam",
-        "again": "Adam",
+        "again": "",
         "particles": 2,
         "widths": (8, 8, 8),
         "dense": 16,

@@ -1,6 +1,6 @@
 """Every study by name, in the order of the paper."""
 
-from benchmarks import interaction
+from benchmarks import interaction, pairs
 from benchmarks import logistic as steptime
 from experiments import (
     cifar,
@@ -31,6 +31,7 @@ STUDIES: dict[str, Study] = {
         language.STUDY,
         steptime.STUDY,
         interaction.STUDY,
+        pairs.STUDY,
         reference.STUDY,
         few.STUDY,
         few.KERNELS,

@@ -2,8 +2,9 @@
 
 MALLOC_ARENA_MAX=2 python -m experiments run soak
 
-Every save starts and ends threads. glibc gives threads heaps of their own, up to eight for each core, and keeps what they leave behind;
-with two heaps that growth, which is bounded but slow to end, does not hide what the run itself would lose.
+Memory grew by 155 ± 18 MB an hour in a probe of ten minutes, and much less in a short one with MALLOC_ARENA_MAX=2. Every save starts and
+ends threads, to which glibc gives heaps of their own, up to eight for each core; that these are the growth, and that it ends, is a
+guess that an hour of this study with and without the setting would show.
 """
 
 import dataclasses

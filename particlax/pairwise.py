@@ -48,8 +48,8 @@ STRIP_ELEMENTS_ELSEWHERE = 1 << 26
 
 HALF_ELEMENTS = 1 << 20
 """Largest matrix of which the median keeps the upper half: it has fewer entries than float32 counts exactly."""
-CIRCLE, SORTED = 512, 512
-"""On a CPU: most particles for which distances are kept although they are cheap to compute, most pairs that are sorted."""
+CIRCLE = 512
+"""On a CPU: most particles for which distances are kept although they are cheap to compute."""
 
 Weights = Callable[..., Any]
 Blocks = list[Array]
@@ -355,8 +355,7 @@ def _middle(places: list[int], add: Any, xs: Blocks) -> tuple[Array, Array]:
         r2 = _few_sqdist(add, xs) if add else _sqdist(xs, xs)
         # The barrier keeps one rounding of the distances for all passes.
         half = lax.optimization_barrier(r2.ravel()[selection.upper(num)])
-        by_sort = pairs <= SORTED or not _on_cpu()
-        found = (selection.by_sort if by_sort else selection.bisected)(half, place)
+        found = (selection.bisected if _on_cpu() else selection.by_sort)(half, place)
     else:
         look = circle.look(xs[0]) if cheap else _look_in_strips(xs)
         found = selection.adjacent(look, pairs, place, _some_sqdist(xs, pairs))

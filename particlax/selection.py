@@ -6,6 +6,7 @@ beyond the guess so that both ends move; where that does not halve the bracket t
 bracket with one number left takes some ten passes, and never more than a hundred.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float
 
 __all__ = ["adjacent", "bisected", "by_sort", "look_at", "upper"]
 
+ROWS = 32
 SAMPLE = 2048
 """Largest size of the sample for the first bracket."""
 
@@ -116,16 +118,24 @@ def _guesses(sample: Array, share: float) -> tuple[Array, Array]:
 
 def look_at(numbers: Float[Array, " n"]) -> Look:
     """Passes over numbers in memory."""
+    rows = _rows(numbers, jnp.inf)
 
     def look(pivot: Array) -> tuple[Array, Array]:
-        return _count(numbers, pivot), jnp.min(jnp.where(numbers <= pivot, jnp.inf, numbers))
+        least = [jnp.where(row <= pivot, jnp.inf, row) for row in rows]
+        return _count(rows, pivot), jnp.min(functools.reduce(jnp.minimum, least))
 
     return look
 
 
-def _count(numbers: Array, pivot: Array) -> Array:
-    """How many are <= pivot; a sum of floats vectorises where one of integers does not."""
-    return jnp.sum((numbers <= pivot).astype(jnp.float32)).astype(jnp.int32)
+def _rows(numbers: Array, filling: Any) -> list[Array]:
+    """A vector as rows to add up: XLA turns a sum of rows into vector operations, and a sum along a vector into a chain."""
+    short = -len(numbers) % ROWS
+    return list(jnp.pad(numbers, (0, short), constant_values=filling).reshape(ROWS, -1))
+
+
+def _count(rows: list[Array], pivot: Array) -> Array:
+    """How many are <= pivot; sums of floats vectorise where those of integers do not."""
+    return jnp.sum(sum((row <= pivot).astype(jnp.float32) for row in rows)).astype(jnp.int32)
 
 
 def bisected(numbers: Float[Array, " n"], place: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -136,23 +146,25 @@ def bisected(numbers: Float[Array, " n"], place: int) -> tuple[Float[Array, ""],
     """
     bits = lax.bitcast_convert_type(numbers, _integer(numbers))
     info = jnp.iinfo(bits.dtype)
+    rows = _rows(bits, info.max)
 
     def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = low + (high - low) // 2
-        enough = _count(bits, middle) > place
+        enough = _count(rows, middle) > place
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     start = (jnp.zeros((), bits.dtype), jnp.array(info.max - 1, bits.dtype))
     entry = lax.fori_loop(0, info.bits - 1, halve, start)[0]
-    above = jnp.min(jnp.where(bits <= entry, info.max, bits))
-    following = jnp.where(_count(bits, entry) > place + 1, entry, above)
-    both = (lax.bitcast_convert_type(found, numbers.dtype) for found in (entry, following))
-    return next(both), next(both)
+    above = [jnp.where(row <= entry, info.max, row) for row in rows]
+    least = jnp.min(functools.reduce(jnp.minimum, above))
+    following = jnp.where(_count(rows, entry) > place + 1, entry, least)
+    both = [lax.bitcast_convert_type(found, numbers.dtype) for found in (entry, following)]
+    return both[0], both[1]
 
 
 def by_sort(numbers: Float[Array, " n"], place: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """As `adjacent`, by a sort, or between 496 and 8128 by comparing all with all: on a GPU one launch is enough."""
+    """As `adjacent`, by a sort, or for 496 to 8128 numbers by comparing all with all: on a GPU one launch is enough."""
     places = (place, min(place + 1, len(numbers) - 1))
     if not 496 <= len(numbers) <= 8128:
         ordered = jnp.sort(numbers)

@@ -18,3 +18,10 @@ def x64():
 @pytest.fixture
 def key():
     return jax.random.key(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs():
+    """Compiled programs are mapped into memory, and a process has a limited number of mappings: thousands of tests reach it."""
+    yield
+    jax.clear_caches()

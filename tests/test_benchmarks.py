@@ -1,5 +1,6 @@
 """The benchmarks time what they say: every entrant against NumPy in float64, its process, and the table."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -14,7 +15,7 @@ from rich.console import Console
 from benchmarks import __main__ as command
 from benchmarks import logistic, pairs, rounds
 from benchmarks.entrants import ENTRANTS, OURS, Work
-from experiments import covertype, records
+from experiments import config, covertype, records
 from experiments.registry import STUDIES
 from experiments.study import perform
 
@@ -299,10 +300,13 @@ def test_the_command_runs_the_study(monkeypatch):
     assert asked == [("steptime", ["--smoke"])]
 
 
-def test_pairs_prints_a_row_for_each_path(capsys):
-    pairs.main(["--smoke", "--only=median"])
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_pairs_has_a_row_for_each_path():
+    smoke = dataclasses.replace(pairs.Config(), **pairs.STUDY.smoke | {"only": ("median",)})
+    (run,) = pairs.runs(smoke)
+    found = [seen.metrics for seen in run.work()]
     assert [row["path"] for row in found] == ["fused", "plain"]
     assert all(row["error"] < 1e-5 and row["ms"] > 0 for row in found)
-    with pytest.raises(SystemExit, match="unknown parts"):
-        pairs.main(["--only=medians"])
+    rows = pairs.table([{"config": run.settings, "metrics": row} for row in found])
+    assert rows[1][:3] == ["median", "300", "2"] and len(rows) == 2
+    with pytest.raises(config.ConfigError, match="expected some of step, median"):
+        list(pairs.runs(dataclasses.replace(smoke, only=("medians",))))

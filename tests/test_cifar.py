@@ -293,12 +293,13 @@ def test_tables():
 
 
 def test_times():
-    """In a process of its own; beside Adam's."""
-    smoke = dataclasses.replace(cifar_time.Config(), **cifar_time.STUDY.smoke)
-    whole, part = cifar_time.runs(smoke)
-    assert (whole.settings["bayesian"], part.settings["bayesian"]) == ("", "out")
-    (seen,) = whole.work()
-    assert seen.metrics["ms"] > 0 and seen.metrics["compile_s"] > 0
+    """Whole networks, then last layers alone; beside Adam's."""
+    smoke = dataclasses.replace(cifar_time.Config(), **cifar_time.STUDY.smoke | {"again": "SVGD"})
+    whole, part = (run.settings for run in cifar_time.runs(smoke))
+    assert (whole["method"], whole["bayesian"]) == ("Adam", "")
+    assert (part["method"], part["bayesian"]) == ("SVGD", "out")
+    seen = cifar_time.timed(smoke, "Adam")
+    assert seen["ms"] > 0 and seen["compile_s"] > 0
     found = [
         {"config": {"method": name, "bayesian": ""}, "metrics": {"ms": ms, "compile_s": 9.0}, "device": "gpu"}
         for name, ms in (("Adam", 2.0), ("SVGD", 3.0))
