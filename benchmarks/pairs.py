@@ -85,13 +85,19 @@ def mebibytes(compiled: Any) -> float:
     return sum(parts) / 2**20
 
 
+def paths(num: int, most: int) -> list[str]:
+    """The kernel where there is one, and plain XLA where there is none or at most so many particles."""
+    fused = ["fused"] if gpu.possible() else []
+    return fused + (["plain"] if num <= most or not fused else [])
+
+
 def measured(
     what: str, function: Any, x: jax.Array, truth: Any = None, most: int = PLAIN_MOST
 ) -> Iterator[Row]:
     """A row for the kernel and, for at most so many particles, one for plain XLA."""
     num, dim = x.shape
     limit = min(EXPONENTIALS, FLOPS / (4 * dim))
-    for path in ("fused", "plain") if num <= most else ("fused",):
+    for path in paths(num, most):
         gpu.MODE = None if path == "fused" else "plain"
         fresh = functools.partial(function)  # the mode is read while tracing
         spent = seconds(looped(fresh, x))
@@ -161,7 +167,7 @@ def step(num: int, kernel: Any) -> Iterator[Row]:
     """Whole SVGD steps by `px.run`."""
     target, key = px.Target(lambda x: -0.5 * jnp.sum(x**2)), jax.random.key(0)
     x = cloud(num, 2)[0]
-    for path in ("fused", "plain") if num <= PLAIN_MOST else ("fused",):
+    for path in paths(num, PLAIN_MOST):
         gpu.MODE = None if path == "fused" else "plain"
         flow = px.svgd(target, optimizer=optax.adagrad(0.1), kernel=kernel)
         run = lambda n, flow=flow: px.run(flow, x, steps=n, key=key, progress=False).particles
@@ -207,22 +213,24 @@ def evaluated(work: Callable[[], Iterator[Row]]) -> Iterator[Evaluation]:
 
 def table(found: list[dict]) -> report.Rows:
     """By work: ms of the kernel and of plain XLA, pairs a second, the share of the limit, memory, error."""
-    rows = [["what", "M", "D", "kernel, ms", "plain XLA, ms", "pairs a second", "of the limit", "memory, MiB", "error"]]  # fmt: skip
+    rows = [["device", "what", "M", "D", "kernel, ms", "plain XLA, ms", "pairs a second", "of the limit", "memory, MiB", "error"]]  # fmt: skip
     by: dict[tuple, dict[str, dict]] = {}
     for entry in found:
         c, m = entry["config"], entry["metrics"]
-        by.setdefault((m["what"], c["M"], c["D"], c["median"]), {})[m["path"]] = m
-    for (what, num, dim, over), paths in by.items():
-        fast, plain = paths.get("fused", {}), paths.get("plain", {})
+        place = (entry["device"], m["what"], c["M"], c["D"], c["median"])
+        by.setdefault(place, {})[m["path"]] = m
+    for (device, what, num, dim, over), ways in by.items():
+        fast, plain = ways.get("fused", {}), ways.get("plain", {})
         name = (
             what
             if what != "step"
             else "SVGD step, " + {"all": "exact median"}.get(over, f"median of {over}")
         )
-        show = lambda key, kind, m=fast: f"{m[key]:{kind}}" if key in m else "-"
+        show = lambda key, kind, m: f"{m[key]:{kind}}" if key in m else "-"
+        best, on_gpu = fast or plain, device.startswith("gpu")
         rows.append([
-            name, f"{num:,}", f"{dim}", show("ms", ".4g"), show("ms", ".4g", plain), show("pairs_per_s", ".2e"), show("fraction", ".0%"),
-            show("mib", ".3g"), show("error", ".0e"),
+            device, name, f"{num:,}", f"{dim}", show("ms", ".4g", fast), show("ms", ".4g", plain), show("pairs_per_s", ".2e", best),
+            show("fraction", ".0%", best) if on_gpu else "-", show("mib", ".3g", best), show("error", ".0e", best),
         ])  # fmt: skip
     return rows
 

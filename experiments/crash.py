@@ -29,8 +29,11 @@ import optax
 
 import particlax as px
 from experiments import records, report
-from experiments.study import Evaluation, Run, Study, Table
+from experiments.study import Evaluation, Study, Table, by_seed
 from particlax.folder import DamagedError, Folder
+
+PAUSE = 0.05
+"""Seconds after each step of a run that is to be killed, so that it does not end before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +87,11 @@ def work(c: Config, seed: int) -> Iterator[Evaluation]:
     yield Evaluation(metrics, time.perf_counter() - began)
 
 
-def _start(c: Config, seed: int, folder: Path) -> subprocess.Popen:
-    settings = json.dumps({"config": dataclasses.asdict(c), "seed": seed, "folder": str(folder)})
-    command = [sys.executable, "-m", "experiments.crash", settings]
+def _start(c: Config, seed: int, folder: Path, pause: float = 0.0) -> subprocess.Popen:
+    settings = {
+        "config": dataclasses.asdict(c), "seed": seed, "folder": str(folder), "pause": pause
+    }  # fmt: skip
+    command = [sys.executable, "-m", "experiments.crash", json.dumps(settings)]
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -103,13 +108,13 @@ def _start(c: Config, seed: int, folder: Path) -> subprocess.Popen:
 
 def _kill(c: Config, seed: int, folder: Path, dice: random.Random, writing: bool) -> dict[str, Any]:
     """Let the run go on, and kill it: soon after it steps, or while it writes a checkpoint."""
-    process = _start(c, seed, folder)
+    process = _start(c, seed, folder, PAUSE)
     assert process.stdout is not None
     first = process.stdout.readline()  # it has come to its first chunk
     time.sleep(dice.uniform(0.0, 0.6))
     while writing and process.poll() is None and not list(folder.glob("unfinished-*")):
         time.sleep(1e-4)
-    time.sleep(dice.uniform(0.0, 0.03))
+    time.sleep(dice.uniform(0.0, 0.003 if writing else 0.03))
     seen = Folder(folder).steps()
     alive = process.poll() is None
     process.send_signal(signal.SIGKILL)
@@ -146,7 +151,11 @@ def worker(settings: dict[str, Any]) -> None:
     c = Config(**settings["config"])
     flow, start, data, key = networks(c, settings["seed"])
     saved = px.Checkpoints(settings["folder"], every=c.every, keep=c.keep)
-    tell = lambda snapshot: print(int(snapshot.state.step), flush=True)
+
+    def tell(snapshot: Any) -> None:
+        print(int(snapshot.state.step), flush=True)
+        time.sleep(settings["pause"])
+
     px.run(
         flow,
         start,
@@ -158,13 +167,6 @@ def worker(settings: dict[str, Any]) -> None:
         observe_every=1,
         progress=False,
     )
-
-
-def runs(c: Config) -> Iterator[Run]:
-    """One run for each seed."""
-    settings = {key: value for key, value in dataclasses.asdict(c).items() if key != "seeds"}
-    for seed in range(c.seeds):
-        yield Run(settings, seed, lambda seed=seed: work(c, seed))
 
 
 def table(found: list[dict]) -> report.Rows:
@@ -195,7 +197,7 @@ STUDY = Study(
     paper="",
     takes="8 minutes",
     config=Config,
-    runs=runs,
+    runs=by_seed(work),
     tables={"crash": Table("SIGKILL at random moments, and what the run ends in", table)},
     smoke={"kills": 1, "steps": 60, "inputs": 5, "width": 4, "rows": 50, "batch": 10},
 )

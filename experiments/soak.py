@@ -20,7 +20,7 @@ import numpy as np
 
 import particlax as px
 from experiments import crash, report
-from experiments.study import Evaluation, Run, Study, Table
+from experiments.study import Evaluation, Study, Table, by_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +117,6 @@ def work(c: Config, seed: int) -> Iterator[Evaluation]:
     yield Evaluation(metrics, time.perf_counter() - began, extra)
 
 
-def runs(c: Config) -> Iterator[Run]:
-    """One run for each seed."""
-    settings = {key: value for key, value in dataclasses.asdict(c).items() if key != "seeds"}
-    for seed in range(c.seeds):
-        yield Run(settings, seed, lambda seed=seed: work(c, seed))
-
-
 def table(found: list[dict]) -> report.Rows:
     """One row for each seed."""
     rows = [
@@ -157,7 +150,7 @@ STUDY = Study(
     paper="",
     takes="1 hour",
     config=Config,
-    runs=runs,
+    runs=by_seed(work),
     tables={"soak": Table("memory and open files", table)},
     smoke={
         "seconds": 3.0,

@@ -1,6 +1,7 @@
 """What an experiment is, and how its runs are done: a list of runs, tables and figures made of their records."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -34,6 +35,17 @@ class Run(NamedTuple):
     settings: dict[str, Any]
     seed: int
     work: Callable[[], Iterable[Evaluation]]
+
+
+def by_seed(work: Callable[[Any, int], Iterable[Evaluation]]) -> Callable[[Any], Iterator[Run]]:
+    """The runs of a study with one setting: work(config, seed) for every seed."""
+
+    def runs(c: Any) -> Iterator[Run]:
+        settings = {key: value for key, value in dataclasses.asdict(c).items() if key != "seeds"}
+        for seed in range(c.seeds):
+            yield Run(settings, seed, functools.partial(work, c, seed))
+
+    return runs
 
 
 class Table(NamedTuple):

@@ -42,10 +42,10 @@ def _fold(x: Array, part: slice, measure: Callable[[Any, Array], Any]) -> Any:
     num, shifts = len(x), len(x) // 2
     own = [x[part, d] for d in range(x.shape[1])]
     size = len(own[0])
-    round_ = [jnp.concatenate([x[:, d]] * 2)[part.start :] for d in range(x.shape[1])]
+    twice = [jnp.concatenate([x[:, d]] * 2)[part.start :] for d in range(x.shape[1])]
 
     def away(shift: Any) -> Array:
-        others = [lax.dynamic_slice(a, (shift,), (size,)) for a in round_]
+        others = [lax.dynamic_slice(a, (shift,), (size,)) for a in twice]
         squares = [(b - a) ** 2 for a, b in zip(own, others, strict=True)]
         return sum(squares[1:], squares[0])
 

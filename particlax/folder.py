@@ -119,9 +119,8 @@ class Folder:
         """Remove all checkpoints but those of the given steps."""
         for step in self.steps():
             if step not in keep:
-                gone = (
-                    self.path / f"unfinished-{step:08d}"
-                )  # renamed first: a half-removed one must not look damaged
+                # Renamed first: a half-removed one must not look damaged.
+                gone = self.path / f"unfinished-{step:08d}"
                 shutil.rmtree(gone, ignore_errors=True)
                 self.home(step).rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)

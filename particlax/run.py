@@ -149,9 +149,8 @@ def run(
     with saver:
         begun = saver.begin(lambda: describe_run(flow, state, data, key), state, first + steps)
         task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite, layout)
-        begun = begun._replace(
-            stopped=begun.stopped and bool(watching)
-        )  # nobody left who would stop it again
+        # An observer had ended the run: without observers nobody is left who would stop it again.
+        begun = begun._replace(stopped=begun.stopped and bool(watching))
         with task.source(begun, data), Bar(steps, progress, int(begun.state.step) - first) as bar:
             return task.run(begun, saver, bar)
 
@@ -199,13 +198,12 @@ class _Task:
     @contextlib.contextmanager
     def source(self, begun: Begun, data: Any) -> Any:
         """The data of the run, checked; streams are open while the run goes on."""
-        if not isinstance(data, Stream) or self.steps == 0:
-            self.data = (
-                None
-                if isinstance(data, Stream)
-                else _checked_data(self.flow, begun.state, data, self.key)
-            )
-            self.data = placement.replicated(self.layout, self.data)
+        if not isinstance(data, Stream):
+            data = _checked_data(self.flow, begun.state, data, self.key)
+            self.data = placement.replicated(self.layout, data)
+            yield
+            return
+        if self.steps == 0:  # there is no first batch to look at
             yield
             return
         span = (self.first, int(begun.state.step), self.last)

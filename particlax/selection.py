@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-__all__ = ["adjacent", "bisected", "by_sort", "look_at", "upper"]
+__all__ = ["adjacent", "bisected", "by_sort", "upper"]
 
 ROWS = 32
 SAMPLE = 2048
@@ -47,7 +47,8 @@ def adjacent(
     """The numbers at `place` (from 0) and `place` + 1 of `total` in order; `sample` is some of them.
 
     >>> numbers = jnp.array([5.0, 1.0, 3.0, 3.0])
-    >>> [float(n) for n in adjacent(look_at(numbers), 4, 2, numbers)]
+    >>> look = lambda p: (jnp.sum(numbers <= p), jnp.min(jnp.where(numbers > p, numbers, jnp.inf)))
+    >>> [float(n) for n in adjacent(look, 4, 2, numbers)]
     [3.0, 5.0]
     """
     kind = _integer(sample)
@@ -114,17 +115,6 @@ def _guesses(sample: Array, share: float) -> tuple[Array, Array]:
     error = 2.5 * (share * (1 - share) / size) ** 0.5
     at = lambda share: ordered[int(np.clip(share * size, 0, size - 1))]
     return at(share - error), at(share + error)
-
-
-def look_at(numbers: Float[Array, " n"]) -> Look:
-    """Passes over numbers in memory."""
-    rows = _rows(numbers, jnp.inf)
-
-    def look(pivot: Array) -> tuple[Array, Array]:
-        least = [jnp.where(row <= pivot, jnp.inf, row) for row in rows]
-        return _count(rows, pivot), jnp.min(functools.reduce(jnp.minimum, least))
-
-    return look
 
 
 def _rows(numbers: Array, filling: Any) -> list[Array]:

@@ -79,9 +79,8 @@ class Store:
     def _failed(self, error: BaseException) -> CheckpointError:
         self.folder.abandon(self.step)
         reason = " ".join(str(error).split()) or type(error).__name__
-        if code := re.search(
-            r"os_error_code='(\d+)'", reason
-        ):  # in the middle of a page about where
+        # TensorStore says it in the middle of a page about where.
+        if code := re.search(r"os_error_code='(\d+)'", reason):
             reason = os.strerror(int(code[1]))
         return CheckpointError(
             f"the checkpoint of step {self.step} could not be written to {self.folder.path}: {reason[:300]}"

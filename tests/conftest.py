@@ -21,7 +21,15 @@ def key():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_compiled_programs():
-    """Compiled programs are mapped into memory, and a process has a limited number of mappings: thousands of tests reach it."""
+def programs(request):
+    """Modules that compile much and compute little say `COMPILE_FAST = True`: a third less time without most optimisations.
+
+    Compiled programs are mapped into memory, and a process has a limited number of mappings, which thousands of tests reach: a module's
+    programs go with it.
+    """
+    jax.config.update(
+        "jax_disable_most_optimizations", getattr(request.module, "COMPILE_FAST", False)
+    )
     yield
+    jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()

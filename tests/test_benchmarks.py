@@ -19,6 +19,8 @@ from experiments import config, covertype, records
 from experiments.registry import STUDIES
 from experiments.study import perform
 
+COMPILE_FAST = True
+
 TINY = logistic.Config(**{**logistic.STUDY.smoke, "rounds": 2, "turn": 0.01})
 
 
@@ -300,13 +302,22 @@ def test_the_command_runs_the_study(monkeypatch):
     assert asked == [("steptime", ["--smoke"])]
 
 
-def test_pairs_has_a_row_for_each_path():
+def test_pairs_times_what_there_is(monkeypatch):
+    """Here plain XLA alone; where a kernel is possible, both."""
     smoke = dataclasses.replace(pairs.Config(), **pairs.STUDY.smoke | {"only": ("median",)})
     (run,) = pairs.runs(smoke)
-    found = [seen.metrics for seen in run.work()]
-    assert [row["path"] for row in found] == ["fused", "plain"]
-    assert all(row["error"] < 1e-5 and row["ms"] > 0 for row in found)
-    rows = pairs.table([{"config": run.settings, "metrics": row} for row in found])
-    assert rows[1][:3] == ["median", "300", "2"] and len(rows) == 2
+    (seen,) = (seen.metrics for seen in run.work())
+    assert seen["path"] == "plain" and seen["error"] < 1e-5 and seen["ms"] > 0
+    entry = lambda device, m: {"config": run.settings, "device": device, "metrics": m}
+    found = [
+        entry("cpu", seen),
+        entry("gpu", seen),
+        entry("gpu", seen | {"path": "fused", "ms": 0.5}),
+    ]
+    rows = pairs.table(found)
+    assert [row[:4] for row in rows[1:]] == [[d, "median", "300", "2"] for d in ("cpu", "gpu")]
+    assert rows[1][4] == "-" and rows[2][4] == "0.5" and rows[2][5] == rows[1][5]
+    monkeypatch.setattr(pairs.gpu, "possible", lambda: True)
+    assert pairs.paths(100, 200) == ["fused", "plain"] and pairs.paths(300, 200) == ["fused"]
     with pytest.raises(config.ConfigError, match="expected some of step, median"):
         list(pairs.runs(dataclasses.replace(smoke, only=("medians",))))

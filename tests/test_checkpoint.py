@@ -17,6 +17,8 @@ import pytest
 import particlax as px
 from particlax import fingerprint, folder, store
 
+COMPILE_FAST = True
+
 CheckpointError = px.errors.CheckpointError
 ROOT = os.path.dirname(os.path.dirname(px.__file__))
 

@@ -12,6 +12,8 @@ import particlax as px
 from experiments import cifar, cifar_tables, cifar_time, config, datasets
 from experiments import cifar_network as net
 
+COMPILE_FAST = True
+
 TINY = cifar.Config(
     particles=2, epochs=1, evaluations=1, widths=(8, 8, 8), dense=16, precision="float32", data="synthetic"
 )  # fmt: skip

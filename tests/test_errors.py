@@ -14,6 +14,8 @@ import numpy as np
 import optax
 import pytest
 
+COMPILE_FAST = True
+
 
 def _without_hook():
     hooked = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "particlax"}

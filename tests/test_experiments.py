@@ -24,6 +24,8 @@ from experiments import (
 from experiments.registry import STUDIES
 from experiments.study import Evaluation, Run, Study, Table, perform
 
+COMPILE_FAST = True
+
 
 @pytest.fixture
 def sandbox(tmp_path, monkeypatch):

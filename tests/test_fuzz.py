@@ -20,6 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+COMPILE_FAST = True
+
 
 def _without_hook():
     hooked = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "particlax"}

@@ -19,6 +19,8 @@ from experiments.fetching import DatasetError
 from particlax import predictive
 from particlax.errors import NonFiniteError
 
+COMPILE_FAST = True
+
 TINY = lm.Shape(words=11, embedding=3, hidden=4, kind="float32")
 SHARES = lm.log_shares(TINY, np.repeat(np.arange(11), np.arange(11)))
 REAL = os.environ.get(fetching.VARIABLE)

@@ -13,6 +13,8 @@ from particlax.errors import DataError, OptionError, TargetError
 from particlax.kernels import IMQ, RBF, LayerWise
 from particlax.terms import Cloud, Frame
 
+COMPILE_FAST = True
+
 RNG = np.random.default_rng(0)
 M = 6
 

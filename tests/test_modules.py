@@ -15,6 +15,8 @@ import particlax as px
 from particlax import modules, networks
 from particlax.errors import DataError, OptionError, ParticleError, TargetError
 
+COMPILE_FAST = True
+
 flax = pytest.importorskip("flax", reason="px.modules.linen and nnx need flax")
 nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
 

@@ -10,6 +10,8 @@ import particlax as px
 from particlax import networks
 from particlax.errors import OptionError, ParticleError, TargetError
 
+COMPILE_FAST = True
+
 RNG = np.random.default_rng(0)
 SIZES = (4, 6, 3)
 

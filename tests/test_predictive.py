@@ -14,6 +14,8 @@ import pytest
 import particlax as px
 from particlax import predictive, sweep
 
+COMPILE_FAST = True
+
 
 def _without_hook():
     """A second copy of the package, without the type checks of conftest.py: what users get."""

@@ -11,6 +11,8 @@ from particlax import networks
 from particlax.errors import NonFiniteError, OptionError, ParticleError
 from particlax.particles import join
 
+COMPILE_FAST = True
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(12, 4)).astype(np.float32)
 Y = RNG.integers(0, 3, 12)

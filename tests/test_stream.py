@@ -13,6 +13,8 @@ import pytest
 import particlax as px
 from particlax.streams import Feed
 
+COMPILE_FAST = True
+
 streams = sys.modules["particlax.streams"]
 ROWS, SIZE = 200, 7
 

@@ -12,6 +12,8 @@ from experiments import uci, uci_tables
 from experiments.fetching import UCI, DatasetError
 from particlax import predictive
 
+COMPILE_FAST = True
+
 TINY = uci.Config(sets=(uci.SYNTHETIC,), particles=4, hidden=5, batch=20, steps=30)
 
 
