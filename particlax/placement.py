@@ -1,6 +1,7 @@
 """Who holds what: particles divided along the mesh axis `particles`, everything else copied; and what several processes need."""
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import jax
@@ -12,17 +13,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from particlax.errors import OptionError, ParticleError
+from particlax.processes import Team, team_of
 
 __all__ = [
     "AXIS",
     "Layout",
-    "agreed",
     "here",
     "layout_of",
     "loosened",
     "on_host",
     "put",
+    "refuse_different",
     "replicated",
+    "rows",
 ]
 
 AXIS = "particles"
@@ -42,10 +45,16 @@ class Layout:
         """The number P of devices among which the particles are divided."""
         return self.mesh.shape[AXIS]
 
+    @property
+    def team(self) -> Team:
+        """The processes that have these devices."""
+        return team_of(self.mesh)
+
 
 def layout_of(mesh: Any, state: PyTree, num: int) -> Layout:
     """Where the leaves of `state` go: those with `num` rows are divided, unless they say more themselves; the others are copied."""
     mesh = _checked(mesh, num)
+    team_of(mesh)  # refuses some of the processes
     return Layout(mesh, num, tuple(_spec(leaf, mesh, num) for leaf in jax.tree.leaves(state)))
 
 
@@ -117,6 +126,18 @@ def replicated(layout: Layout | None, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: _device_put(leaf, place) if is_array(leaf) else leaf, tree)
 
 
+def rows(layout: Layout | None, tree: PyTree) -> PyTree:
+    """Arrays with a row for each particle, divided as the particles are."""
+    if layout is None:
+        return tree
+    place = NamedSharding(layout.mesh, PartitionSpec(AXIS))
+    return jax.tree.map(lambda leaf: _device_put(leaf, place), tree)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def _traced(leaves: list[Any]) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in leaves)
 
@@ -124,10 +145,37 @@ def _traced(leaves: list[Any]) -> bool:
 def _device_put(leaf: Any, place: NamedSharding) -> Array:
     if place.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
         return jax.device_put(leaf, place)
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(leaf))
-        return jax.random.wrap_key_data(jax.device_put(data, place), impl=jax.random.key_impl(leaf))
-    return jax.device_put(np.asarray(leaf), place)  # every host has the same values
+    if _is_key(leaf):
+        data = _device_put(jax.random.key_data(leaf), place)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    # Every process has the same values and takes its parts. (device_put would first bring all of them to all, to compare.)
+    whole = np.asarray(leaf)
+    return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
+
+
+def refuse_different(layout: Layout | None, given: dict[str, PyTree]) -> None:
+    """Refuse particles, keys or data that are not the same in all processes."""
+    if layout is None or not layout.team.several:
+        return
+    notes = layout.team.each(lambda: {name: _digest(tree) for name, tree in given.items()})
+    for name in given:
+        other = next((rank for rank, note in enumerate(notes) if note[name] != notes[0][name]), 0)
+        if other:
+            raise OptionError(
+                f"the {name} of process {other} are not those of process 0; expected the same in every process. Make them from "
+                "the same key and the same files, whatever jax.process_index() is"
+            )
+
+
+def _digest(tree: PyTree) -> str:
+    """A hash of the arrays that this process has as a whole."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        plain = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        if isinstance(plain, np.ndarray) or getattr(plain, "is_fully_addressable", False):
+            found.update(f"{plain.dtype}{plain.shape}".encode())
+            found.update(np.ascontiguousarray(plain).tobytes())
+    return found.hexdigest()[:16]
 
 
 def on_host(array: Array) -> np.ndarray:
@@ -144,12 +192,3 @@ def here(array: Array) -> np.ndarray:
     if array.is_fully_addressable:
         return np.asarray(array)
     return np.concatenate([np.asarray(part.data) for part in array.addressable_shards])
-
-
-def agreed(layout: Layout | None, number: int) -> int:
-    """The first process's number: all must take the same steps, whatever their clocks say."""
-    if layout is None or jax.process_count() == 1:
-        return number
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))

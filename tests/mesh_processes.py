@@ -1,44 +1,106 @@
-"""Run twice by tests/test_mesh.py, with a port and a rank: prints how far a run over both is from one of its own."""
+"""Run twice by tests/test_mesh.py, as two processes over loopback: prints one JSON object of what it found.
+
+python tests/mesh_processes.py PORT RANK FOLDER lost|whole
+"""
 
 import json
+import os
+import signal
 import sys
 
 import jax
 
-port, rank = int(sys.argv[1]), int(sys.argv[2])
+port, rank, folder, part = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+jax.config.update("jax_disable_most_optimizations", True)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, heartbeat_timeout_seconds=10)
 
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import particlax as px  # noqa: E402
+from particlax.errors import LostError, ParticlaxError  # noqa: E402
 from particlax.placement import on_host  # noqa: E402
+from tests.mesh_runs import STEPS, regression, start  # noqa: E402
 
-rows = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
-target = px.Target(
-    log_prior=lambda w: -0.5 * w @ w,
-    log_likelihood=lambda w, batch: -((batch @ w) ** 2),
-    num_data=40,
-)
-mesh = jax.make_mesh((2,), ("particles",))
-gaps = []
-for flow in (px.svgd(target, step_size=0.01), px.sgld(target, step_size=0.001)):
-    runs = [
-        px.run(
-            flow,
-            jax.random.normal(jax.random.key(0), (8, 3)),
-            steps=4,
-            key=jax.random.key(1),
-            data=px.Minibatches(jnp.asarray(rows), 10),
-            mesh=where,
-            thin=4,
-            progress=rank == 0 and where is not None,
-        )
-        for where in (None, mesh)
-    ]
-    one, many = (on_host(run.particles) for run in runs)
-    kept, seen = (run.history.particles[-1] for run in runs)
-    gaps += [float(np.max(np.abs(one - many))), float(np.max(np.abs(kept - seen)))]
-print()
-print(json.dumps(gaps))
+TWO = jax.make_mesh((2,), ("particles",))
+
+
+def go(name, mesh=TWO, observers=(), step_size=0.01, cloud=None):
+    """The run of tests/mesh_runs, with checkpoints in a folder of this name."""
+    return px.run(
+        px.svgd(regression(), step_size=step_size),
+        start() if cloud is None else cloud,
+        steps=STEPS,
+        key=jax.random.key(1),
+        data=px.Minibatches(regression.rows, 10),
+        progress=False,
+        mesh=mesh,
+        checkpoint=px.Checkpoints(os.path.join(folder, name), every=2),
+        observers=observers,
+        observe_every=1,
+    )
+
+
+def at(step, action):
+    return lambda snapshot: action() if int(snapshot.state.step) == step else None
+
+
+def lost():
+    """The second process ends without a word after step 5; what the first one sees."""
+    kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        go("lost", observers=at(5, kill) if rank else ())
+    except LostError as error:
+        print(json.dumps(str(error)), flush=True)
+        raise
+
+
+def interrupted():
+    """A signal to one process: how the run ends in this one, and where it goes on."""
+    found = {}
+    term = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    stop = lambda: os.kill(os.getpid(), signal.SIGINT)
+    try:
+        go("signals", observers=at(3, term) if rank else ())
+    except SystemExit as end:
+        found["code"] = end.code
+    try:
+        go("signals", observers=() if rank else at(5, stop))
+    except px.checkpoints.Interrupted as end:
+        found["line"] = str(end)
+    found["end"] = on_host(go("signals").particles).tolist()
+    return found
+
+
+def refused():
+    """Errors of one process that both must see: another folder, another flow, other particles."""
+    lines = []
+    cases = (
+        {"name": "whole" if rank else "elsewhere"},
+        {"name": "whole", "step_size": 0.02 if rank else 0.01},
+        {"name": "other", "cloud": start() + rank},
+    )
+    px.folder.SEEN_SECONDS = 0.5
+    for case in cases:
+        try:
+            go(**case)
+        except ParticlaxError as error:
+            lines.append(str(error))
+    return lines
+
+
+def whole():
+    found = {"lost": on_host(go("lost").particles).tolist()}
+    found["whole"] = on_host(go("whole").particles).tolist()
+    found["from one"] = on_host(go("one").particles).tolist()
+    found["alone"] = np.asarray(go(f"alone{rank}", None).particles).tolist()
+    seen = px.checkpoints.load(os.path.join(folder, "whole"))
+    found["loaded"] = seen.particles.tolist()
+    found["signals"] = interrupted()
+    found["refused"] = refused()
+    print()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    lost() if part == "lost" else whole()
