@@ -88,8 +88,8 @@ def advance_mending(
         state, log_density, _, kept = _chunk(fixed, before, jnp.int32(steps), *clock)
         key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
         key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
-        state, sources = _mend(key, state, error.particles)
-        state = placement.put(fixed.layout, state)
+        state, sources = _mend(key, state, np.array(error.particles))
+        state, sources = placement.put(fixed.layout, state), placement.on_host(sources).tolist()
         pairs = zip(error.particles, sources, strict=True)
         replaced += [Replaced(error.step, lost, source) for lost, source in pairs]
         return Taken(state, log_density, kept, steps)
@@ -201,24 +201,25 @@ def _failure(fixed: Fixed, before: State, size: int) -> NonFiniteError:
     )
 
 
-def _mend(key: Array, state: State, lost: list[int]) -> tuple[State, list[int]]:
+@eqx.filter_jit
+def _mend(key: Array, state: State, lost: Array) -> tuple[State, Array]:
     """Every lost particle as a copy of its nearest healthy one, with noise; everything kept for it is copied too."""
     cloud, num = state.particles, num_particles(state.particles)
-    flags = jnp.zeros(num, bool).at[jnp.array(lost)].set(True)
+    flags = jnp.zeros(num, bool).at[lost].set(True)
 
     def nearest(i: Array) -> Array:
         square = lambda leaf: jnp.sum(jnp.square(wide(leaf - leaf[i])).reshape(num, -1), 1)
         apart = jnp.sum(jnp.stack([square(leaf) for leaf in jax.tree.leaves(cloud)]), 0)
         return jnp.argmin(jnp.where(flags, jnp.inf, apart))
 
-    found = lax.map(nearest, jnp.array(lost))  # one by one: a cloud's worth of memory
-    source = jnp.arange(num).at[jnp.array(lost)].set(found)
+    found = lax.map(nearest, lost)  # one by one: a cloud's worth of memory
+    source = jnp.arange(num).at[lost].set(found)
     own = lambda leaf: leaf.ndim > 0 and leaf.shape[0] == num
     copied = lambda tree: jax.tree.map(lambda leaf: leaf[source] if own(leaf) else leaf, tree)
     noise = random_like(key, cloud, jax.random.normal)
     moved = jax.tree.map(lambda leaf, unit: _jittered(leaf, unit, flags, source), cloud, noise)
     memory = (copied(state.integrator), copied(state.terms), copied(state.carried))
-    return State(moved, state.step, *memory, state.shared), found.tolist()
+    return State(moved, state.step, *memory, state.shared), found
 
 
 def _jittered(leaf: Array, unit: Array, lost: Array, source: Array) -> Array:

@@ -194,6 +194,7 @@ class _Task:
     def __post_init__(self) -> None:
         self.last = self.first + self.steps
         self.team = Team() if self.layout is None else self.layout.team
+        self.flow = placement.replicated(self.layout, self.flow)  # its arrays, if it has any
         # Noise is folded from the key by step number; batches have the stream of a step never reached.
         self.data_key = jax.random.fold_in(self.key, 2**31 - 1)
 

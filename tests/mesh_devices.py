@@ -8,6 +8,7 @@ import warnings
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -18,44 +19,26 @@ import particlax as px  # noqa: E402
 from benchmarks.exchange import expected, in_a_step  # noqa: E402
 from particlax import sharding  # noqa: E402
 from particlax.errors import ParticlaxError  # noqa: E402
+from tests.mesh_runs import ROWS, cloud, gap, go, regression, sampler, special_runs, target  # noqa: E402
 
 warnings.simplefilter("error")
 EIGHT = jax.make_mesh((8,), ("particles",))
-STEPPING = {name: {"step_size": 0.01} for name in ("sgld", "sghmc", "calibrated")}
-
-
-def target():
-    return px.Target(lambda x: -0.5 * jnp.sum(jnp.cosh(x["w"])) - 0.5 * jnp.sum(x["b"] ** 2))
-
-
-def cloud(num, dim):
-    keys = jax.random.split(jax.random.key(22))
-    return {
-        "w": jax.random.normal(keys[0], (num, 1, dim - 1)),
-        "b": jax.random.normal(keys[1], (num,)),
-    }
-
-
-def sampler(name):
-    stepping = STEPPING.get(name, {"optimizer": optax.adam(0.01)})
-    return getattr(px.algorithms, name)(target(), **stepping)
-
-
-def go(flow, particles, mesh=None, **options):
-    key = jax.random.key(1)
-    return px.run(flow, particles, steps=5, key=key, progress=False, mesh=mesh, **options)
 
 
 def apart(flow, particles, mesh=EIGHT, **options):
     """The largest difference between a run on one device and one on the mesh."""
-    one, many = (go(flow, particles, m, **options) for m in (None, mesh))
-    pairs = zip(jax.tree.leaves(one.state), jax.tree.leaves(many.state), strict=True)
+    many = go(flow, particles, mesh, **options)
     assert all(leaf.sharding.spec[0] == "particles" for leaf in jax.tree.leaves(many.particles))
-    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
+    return gap(go(flow, particles, **options), many)
 
 
 def samplers():
     return {name: apart(sampler(name), cloud(16, 4)) for name in px.algorithms.__all__}
+
+
+def special():
+    """Kernels by layer, repulsion of functions, lost particles."""
+    return {name: apart(*run, **options) for name, (run, options) in special_runs().items()}
 
 
 def exchanged(num, dim, names, ring=False):
@@ -71,14 +54,8 @@ def exchanged(num, dim, names, ring=False):
     return found
 
 
-def regression():
-    rows = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
-    likelihood = lambda w, batch: -((batch @ w) ** 2)
-    return rows, px.Target(log_prior=lambda w: -0.5 * w @ w, log_likelihood=likelihood, num_data=40)
-
-
 def other_clouds():
-    rows, posterior = regression()
+    rows, posterior = ROWS, regression()
     start = px.particles.normal(jax.random.key(0), 8, like=jnp.zeros(3))
     both = jax.make_mesh((4, 2), ("particles", "data"))
     sinkhorn = px.w_sgld(target(), step_size=0.01, coupling=px.diffusions.Sinkhorn(), inner=2)
@@ -104,8 +81,6 @@ def other_clouds():
 
 
 def stateful():
-    rows, _ = regression()
-
     def likelihood(w, batch, carried, key):
         return -((batch @ w) ** 2) + jax.random.normal(key) * w[0], carried + 1.0
 
@@ -114,7 +89,7 @@ def stateful():
     )
     flow = px.sgld(noisy, step_size=0.001)
     state = flow.init(jnp.ones((8, 3)), jnp.zeros(8))
-    return apart(flow, state, data=rows)
+    return apart(flow, state, data=ROWS)
 
 
 def shared():
@@ -172,6 +147,7 @@ if __name__ == "__main__":
         "single": samplers(),
         "gather": exchanged(1024, 4, px.algorithms.__all__),
         "turned": exchanged(16, 5000, names),
+        "special": special(),
         "stateful": stateful(),
         "shared": shared(),
         "own": own_sharding(),

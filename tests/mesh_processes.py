@@ -15,12 +15,14 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.config.update("jax_disable_most_optimizations", True)
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, heartbeat_timeout_seconds=10)
 
+import equinox as eqx  # noqa: E402
 import numpy as np  # noqa: E402
 
 import particlax as px  # noqa: E402
 from particlax.errors import LostError, ParticlaxError  # noqa: E402
 from particlax.placement import on_host  # noqa: E402
-from tests.mesh_runs import STEPS, regression, start  # noqa: E402
+from tests.mesh_runs import ROWS, STEPS, cloud, gap, regression, sampler, special_runs, start  # noqa: E402
+from tests.mesh_runs import go as plain  # noqa: E402
 
 TWO = jax.make_mesh((2,), ("particles",))
 
@@ -32,7 +34,7 @@ def go(name, mesh=TWO, observers=(), step_size=0.01, cloud=None):
         start() if cloud is None else cloud,
         steps=STEPS,
         key=jax.random.key(1),
-        data=px.Minibatches(regression.rows, 10),
+        data=px.Minibatches(ROWS, 10),
         progress=False,
         mesh=mesh,
         checkpoint=px.Checkpoints(os.path.join(folder, name), every=2),
@@ -89,6 +91,26 @@ def refused():
     return lines
 
 
+def apart(number, flow, particles, **options):
+    """How far a run over both is from one of its own, in one of the two processes."""
+    many = plain(flow, particles, TWO, **options)
+    whole = jax.tree.map(on_host, many.state)
+    if number % 2 != rank:
+        return 0.0
+    return gap(plain(flow, particles, **options), eqx.tree_at(lambda run: run.state, many, whole))
+
+
+def samplers():
+    names = px.algorithms.__all__
+    return {name: apart(i, sampler(name), cloud(16, 4)) for i, name in enumerate(names)}
+
+
+def special():
+    runs = special_runs()
+    del runs["layers"]  # eight devices are enough
+    return {name: apart(i, *runs[name][0], **runs[name][1]) for i, name in enumerate(runs)}
+
+
 def whole():
     found = {"lost": on_host(go("lost").particles).tolist()}
     found["whole"] = on_host(go("whole").particles).tolist()
@@ -98,6 +120,9 @@ def whole():
     found["loaded"] = seen.particles.tolist()
     found["signals"] = interrupted()
     found["refused"] = refused()
+    found["single"], found["special"] = samplers(), special()
+    with jax.enable_x64(True):
+        found["double"] = samplers()
     print()
     print(json.dumps(found), flush=True)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import particlax as px
-from tests.mesh_runs import STEPS, regression
+from tests.mesh_runs import ROWS, STEPS, regression
 from tests.mesh_runs import start as start_of_regression
 
 COMPILE_FAST = True
@@ -59,6 +59,7 @@ def test_eight_devices_give_the_result_of_one(found, name):
 
 def test_other_clouds_and_data_too(found):
     assert {name for name, gap in found["others"].items() if not gap < 1e-5} == set()
+    assert {name for name, gap in found["special"].items() if not gap < 1e-5} == set()
     assert found["stateful"] < 1e-5
     assert found["shared"] < 1e-5
 
@@ -115,7 +116,7 @@ def go(folder, steps=STEPS, **options):
         start_of_regression(),
         steps=steps,
         key=jax.random.key(1),
-        data=px.Minibatches(regression.rows, 10),
+        data=px.Minibatches(ROWS, 10),
         progress=False,
         checkpoint=px.Checkpoints(folder, every=2),
         **options,
@@ -159,6 +160,19 @@ def pair(folder, lost):
     codes, found, said = in_two_processes(folder, "whole")
     assert codes == [0, 0], said
     return [*found, said[0]]
+
+
+@pytest.mark.parametrize("name", px.algorithms.__all__)
+def test_two_processes_give_the_result_of_one(pair, name):
+    for found in pair[:2]:
+        assert found["single"][name] < 1e-5
+        assert found["double"][name] < 1e-12
+
+
+def test_lost_particles_and_functions_in_two_processes(pair):
+    for found in pair[:2]:
+        assert set(found["special"]) == {"functions", "mended"}
+        assert max(found["special"].values()) < 1e-5
 
 
 def test_a_lost_process_ends_the_other_with_one_clear_line(folder, lost):
