@@ -210,7 +210,7 @@ class _Task:
             yield
             return
         span = (self.first, int(begun.state.step), self.last)
-        feed = Feed(data, self.data_key, span, begun.position)
+        feed = Feed(data, self.data_key, span, begun.position, self.layout)
         self.feed = feed
         try:
             check_stream(self.flow, begun.state, data, feed, self.key)
@@ -256,7 +256,7 @@ class _Task:
     ) -> Taken:
         data = self.data
         if self.feed:
-            data = placement.replicated(self.layout, self.feed.at(step))
+            data = self.feed.at(step)
         fixed = Fixed(self.flow, data, self.key, self.data_key, self.layout)
         clock = Clock(jnp.int32(max(keeper.thin, 1)), keeper.rows)
         if self.on_nonfinite == "replace":

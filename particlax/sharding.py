@@ -30,6 +30,7 @@ from particlax.errors import DataError
 from particlax.placement import AXIS, Layout
 
 __all__ = [
+    "Shares",
     "by_coordinates",
     "by_rows",
     "factored",
@@ -66,14 +67,43 @@ def spread(batch: PyTree) -> PyTree:
     layout = _active.get()
     if layout is None or layout.mesh.shape.get(DATA, 1) == 1:
         return batch
-    parts, place = layout.mesh.shape[DATA], NamedSharding(layout.mesh, PartitionSpec(DATA))
+    place = NamedSharding(layout.mesh, PartitionSpec(DATA))
     for leaf in jax.tree.leaves(batch):
-        if leaf.shape[0] % parts:
-            raise DataError(
-                f"a batch of {leaf.shape[0]} came for {parts} devices along the mesh axis 'data'; expected a multiple of {parts}. "
-                "Take another batch size, or a mesh without that axis"
-            )
+        refuse_uneven(layout, leaf.shape[0])
     return jax.tree.map(lambda leaf: lax.with_sharding_constraint(leaf, place), batch)
+
+
+def refuse_uneven(layout: Layout, size: int) -> None:
+    """Refuse a batch that the devices along the axis `data` cannot divide."""
+    parts = layout.mesh.shape.get(DATA, 1)
+    if size % parts:
+        raise DataError(
+            f"a batch of {size} came for {parts} devices along the mesh axis 'data'; expected a multiple of {parts}. "
+            "Take another batch size, or a mesh without that axis"
+        )
+
+
+class Shares:
+    """Which rows of a batch of `size` this process needs, and how they become a part of what all devices have."""
+
+    def __init__(self, layout: Layout, size: int):
+        refuse_uneven(layout, size)
+        axis = DATA if layout.mesh.shape.get(DATA, 1) > 1 else None
+        self.place, self.size = NamedSharding(layout.mesh, PartitionSpec(None, axis)), size
+        parts = self.place.addressable_devices_indices_map((1, size)).values()
+        wanted = [np.arange(size)[part[1]] for part in parts if part is not None]
+        self.rows = np.unique(np.concatenate(wanted))
+
+    def spread(self, blocks: np.ndarray) -> Array:
+        """Batches of several steps, this process's rows of each, as an array of all devices."""
+        shape = (len(blocks), self.size, *blocks.shape[2:])
+
+        def part(index: Any) -> np.ndarray:
+            rows = np.arange(self.size)[index[1]]
+            begin = int(np.searchsorted(self.rows, rows[0]))
+            return blocks[:, begin : begin + len(rows)]
+
+        return jax.make_array_from_callback(shape, self.place, part)
 
 
 # Exchange

@@ -19,7 +19,7 @@ import equinox as eqx  # noqa: E402
 import numpy as np  # noqa: E402
 
 import particlax as px  # noqa: E402
-from particlax.errors import LostError, ParticlaxError  # noqa: E402
+from particlax.errors import DataError, LostError, ParticlaxError  # noqa: E402
 from particlax.placement import on_host  # noqa: E402
 from tests.mesh_runs import ROWS, STEPS, cloud, gap, regression, sampler, special_runs, start  # noqa: E402
 from tests.mesh_runs import go as plain  # noqa: E402
@@ -111,6 +111,48 @@ def special():
     return {name: apart(i, *runs[name][0], **runs[name][1]) for i, name in enumerate(runs)}
 
 
+class Noting:
+    """Rows on a disk that note which of them are read."""
+
+    def __init__(self, rows):
+        self.rows, self.shape, self.dtype, self.seen = rows, rows.shape, rows.dtype, set()
+
+    def __getitem__(self, wanted):
+        self.seen |= set(np.asarray(wanted).tolist())
+        return self.rows[wanted]
+
+
+def batches(step):
+    while True:
+        yield np.roll(ROWS, step, axis=0)[:10]
+        step += 1
+
+
+def streams():
+    """How far streamed runs are from one in memory, and the share of an epoch's rows that this process reads."""
+    flow, halves = (
+        px.svgd(regression(), step_size=0.01),
+        jax.make_mesh((1, 2), ("particles", "data")),
+    )
+    one = plain(flow, start(), steps=4, data=px.Minibatches(ROWS, 10))
+    found, read = {}, {}
+    for name, mesh in (("same rows", TWO), ("own rows", halves)):
+        rows = Noting(ROWS)
+        many = plain(flow, start(), mesh, steps=4, data=px.Stream(rows, 10))
+        found[name] = float(np.max(np.abs(on_host(many.particles) - np.asarray(one.particles))))
+        read[name] = len(rows.seen)
+    source = px.Stream(batches, num_data=40)
+    one, many = (plain(flow, start(), mesh, steps=4, data=source) for mesh in (None, halves))
+    found["ready-made"] = float(np.max(np.abs(on_host(many.particles) - np.asarray(one.particles))))
+    bad = ROWS.copy()
+    bad[:, rank] = np.nan if rank else bad[:, rank]
+    try:
+        plain(flow, start(), halves, steps=4, data=px.Stream(bad, 10))
+    except DataError as error:
+        found["refused"] = str(error)
+    return found, read
+
+
 def whole():
     found = {"lost": on_host(go("lost").particles).tolist()}
     found["whole"] = on_host(go("whole").particles).tolist()
@@ -121,6 +163,7 @@ def whole():
     found["signals"] = interrupted()
     found["refused"] = refused()
     found["single"], found["special"] = samplers(), special()
+    found["streams"] = streams()
     with jax.enable_x64(True):
         found["double"] = samplers()
     print()

@@ -175,6 +175,15 @@ def test_lost_particles_and_functions_in_two_processes(pair):
         assert max(found["special"].values()) < 1e-5
 
 
+def test_each_process_reads_its_own_rows_of_a_stream(pair):
+    for place, found in enumerate(pair[:2]):
+        gaps, read = found["streams"]
+        assert ("in process 1 of 2" in gaps["refused"]) == (place == 0)
+        assert "is not finite in the data" in gaps.pop("refused")
+        assert max(gaps.values()) < 1e-5
+        assert read == {"same rows": 40, "own rows": 20}
+
+
 def test_a_lost_process_ends_the_other_with_one_clear_line(folder, lost):
     (survivor, killed), (line, _), said = lost
     assert (survivor != 0, killed) == (True, -signal.SIGKILL)
