@@ -1,10 +1,18 @@
 """What the devices of a mesh exchange in a step: read from the compiled program, beside the formulas of docs/scale.
 
-python -m benchmarks.exchange [devices]        (default 8, virtual ones on the CPU)
+python -m experiments run exchange                         # 8 virtual devices of a CPU, a minute
+python -m experiments run exchange --devices=4 --record=four
 """
 
+import dataclasses
+import functools
+import json
+import os
 import re
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +20,8 @@ import jax.numpy as jnp
 import optax
 
 import particlax as px
+from experiments import report
+from experiments.study import Evaluation, Run, Study, Table
 from particlax import algorithms, engine, placement, sharding
 from particlax.particles import num_particles
 
@@ -95,28 +105,82 @@ def expected(
     return share * (gathered * cloud + median + masses + factors)
 
 
-def main(devices: int) -> None:
-    """A table: sampler, M, D, bytes by the formula, bytes of the compiled program."""
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of the comparison: by way, particles and dimensions."""
+
+    devices: int = 8
+    ways: tuple[str, ...] = ("gather", "ring", "turned")
+    cloud: tuple[int, int] = (4096, 2)
+    few: tuple[int, int] = (32, 8192)
+    samplers: tuple[str, ...] = tuple(algorithms.__all__)
+    seeds: int = 1
+
+
+def runs(c: Config) -> Iterator[Run]:
+    """One for each way; its evaluations are the samplers."""
+    for way in c.ways:
+        num, dim = c.few if way == "turned" else c.cloud
+        settings = {"devices": c.devices, "way": way, "M": num, "D": dim}
+        yield Run(settings, 0, functools.partial(evaluated, settings, c.samplers))
+
+
+def evaluated(settings: dict[str, Any], samplers: tuple[str, ...]) -> Iterator[Evaluation]:
+    """In a process of its own, which has the devices."""
+    began = time.perf_counter()
+    words = [str(settings[name]) for name in ("devices", "way", "M", "D")]
+    command = [sys.executable, "-m", "benchmarks.exchange", *words, ",".join(samplers)]
+    # Collectives on the CPU are those of the same program elsewhere.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    for row in json.loads(done.stdout.splitlines()[-1]):
+        yield Evaluation(row, time.perf_counter() - began)
+
+
+def rows(devices: int, way: str, num: int, dim: int, samplers: list[str]) -> list[dict[str, Any]]:
+    """Sampler, bytes by the formula, bytes of the compiled program."""
     mesh = jax.make_mesh((devices,), (placement.AXIS,))
     target = px.Target(lambda x: -0.5 * jnp.sum(x**2))
-    print(
-        f"{'sampler':12} {'M':>7} {'D':>6} {'way':>7} {'formula':>12} {'program':>12}   bytes a device receives"
-    )
-    for ring, num, dim in ((False, 4096, 2), (False, 256, 50), (True, 4096, 2), (False, 32, 8192)):
-        sharding.GATHER_BYTES = 0 if ring else 1 << 26
-        for name in algorithms.__all__:
-            if name == "calibrated" and num < dim + 2:
-                continue
-            stepping = {"step_size": 0.01} if name in ("sgld", "sghmc", "calibrated") else {"optimizer": optax.adam(0.01)}  # fmt: skip
-            flow = getattr(algorithms, name)(target, **stepping)
-            cloud = px.particles.normal(jax.random.key(0), num, like=jnp.zeros(dim))
-            sent = sum(m.received(devices) for m in in_a_step(flow, cloud, mesh))
-            way = "turned" if num <= 64 and dim > 4096 else "ring" if ring else "gather"
-            wanted = expected(name, num, dim, devices, ring=ring)
-            print(f"{name:12} {num:7} {dim:6} {way:>7} {wanted:12.0f} {sent:12.0f}")
+    sharding.GATHER_BYTES = 0 if way == "ring" else 1 << 26
+    found = []
+    for name in samplers:
+        if name == "calibrated" and num < dim + 2:
+            continue
+        stepping = {"step_size": 0.01} if name in ("sgld", "sghmc", "calibrated") else {"optimizer": optax.adam(0.01)}  # fmt: skip
+        flow = getattr(algorithms, name)(target, **stepping)
+        cloud = px.particles.normal(jax.random.key(0), num, like=jnp.zeros(dim))
+        sent = in_a_step(flow, cloud, mesh)
+        row = {"sampler": name, "kinds": ", ".join(sorted({m.kind for m in sent})) or "none"}
+        row |= {"formula": expected(name, num, dim, devices, ring=way == "ring")}
+        found.append(row | {"program": sum(m.received(devices) for m in sent)})
+    return found
+
+
+def table(found: list[dict]) -> report.Rows:
+    """By sampler and way: bytes that one device receives, by the formula and in the program."""
+    head = ["sampler", "M, D", "devices", "way", "formula", "program", "collectives"]
+    lines = [
+        [f"`{m['sampler']}`", f"{c['M']}, {c['D']}", str(c["devices"]), c["way"], f"{m['formula']:.0f}", f"{m['program']:.0f}", m["kinds"]]
+        for c, m in ((entry["config"], entry["metrics"]) for entry in found)
+    ]  # fmt: skip
+    return [head, *lines]
+
+
+STUDY = Study(
+    name="exchange",
+    title="What the devices of a mesh exchange in a step",
+    paper="",
+    takes="a minute",
+    config=Config,
+    runs=runs,
+    tables={"exchange": Table("Bytes that one device receives in a step", table)},
+    smoke={"devices": 2, "ways": ("gather",), "cloud": (32, 2), "samplers": ("sgld", "svgd")},
+)
 
 
 if __name__ == "__main__":
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    count, way, num, dim = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     jax.config.update("jax_num_cpu_devices", count)
-    main(count)
+    print(json.dumps(rows(count, way, num, dim, sys.argv[5].split(","))))

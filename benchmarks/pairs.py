@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 import particlax as px
+from benchmarks import scale
 from experiments import config, report
 from experiments.study import Evaluation, Run, Study, Table
 from particlax import gpu, pairwise
@@ -242,7 +243,11 @@ STUDY = Study(
     takes="4 minutes on an H200; for a GPU",
     config=Config,
     runs=runs,
-    tables={"pairs": Table("Sums over all pairs", table)},
+    tables={
+        "pairs": Table("Sums over all pairs", table),
+        "scale-cloud": Table("Predicted: a million particles in 2-D", scale.clouds_table),
+        "scale-networks": Table("Predicted: 64 networks of 1e8 parameters", scale.networks_table),
+    },
     smoke={
         "sizes": (256,),
         "dims": 300,

@@ -1,6 +1,6 @@
 """Every study by name, in the order of the paper."""
 
-from benchmarks import interaction, pairs
+from benchmarks import exchange, interaction, pairs
 from benchmarks import logistic as steptime
 from experiments import (
     cifar,
@@ -32,6 +32,7 @@ STUDIES: dict[str, Study] = {
         steptime.STUDY,
         interaction.STUDY,
         pairs.STUDY,
+        exchange.STUDY,
         reference.STUDY,
         few.STUDY,
         few.KERNELS,
