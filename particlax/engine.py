@@ -88,8 +88,8 @@ def advance_mending(
         state, log_density, _, kept = _chunk(fixed, before, jnp.int32(steps), *clock)
         key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
         key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
-        state, sources = _mend(key, state, np.array(error.particles))
-        state, sources = placement.put(fixed.layout, state), placement.on_host(sources).tolist()
+        state, sources = _mend(key, state, error.particles)
+        state = placement.put(fixed.layout, state)
         pairs = zip(error.particles, sources, strict=True)
         replaced += [Replaced(error.step, lost, source) for lost, source in pairs]
         return Taken(state, log_density, kept, steps)
@@ -201,9 +201,14 @@ def _failure(fixed: Fixed, before: State, size: int) -> NonFiniteError:
     )
 
 
-@eqx.filter_jit
-def _mend(key: Array, state: State, lost: Array) -> tuple[State, Array]:
+def _mend(key: Array, state: State, lost: list[int]) -> tuple[State, list[int]]:
     """Every lost particle as a copy of its nearest healthy one, with noise; everything kept for it is copied too."""
+    mended, found = _mended(key, state, np.array(lost))
+    return mended, placement.on_host(found).tolist()
+
+
+@eqx.filter_jit
+def _mended(key: Array, state: State, lost: Any) -> tuple[State, Array]:
     cloud, num = state.particles, num_particles(state.particles)
     flags = jnp.zeros(num, bool).at[lost].set(True)
 
