@@ -93,7 +93,7 @@ def expected(
     if name in ("sgld", "sghmc"):
         return 0.0
     if few:
-        turns = {"svgd": 3, "w_sgld": 2, "w_sgld_b": 2, "pi_sgld": 4}[name]
+        turns = {"svgd": 3, "w_sgld": 2, "w_sgld_b": 2, "pi_sgld": 3}[name]
         gram = 2 * num * num * width
         return share * (turns * cloud / devices + gram + (vector if name == "w_sgld_b" else 0))
     gathered = {"svgd": 2, "w_sgld": 1, "w_sgld_b": 1, "pi_sgld": 2, "calibrated": 2}[name]

@@ -24,7 +24,7 @@ import particlax as px
 from benchmarks import scale
 from experiments import config, report
 from experiments.study import Evaluation, Run, Study, Table
-from particlax import gpu, pairwise
+from particlax import gpu, medians, pairwise
 from particlax.terms import Cloud, Frame
 
 EXPONENTIALS, FLOPS = 4e12, 67e12
@@ -160,7 +160,7 @@ def median(num: int) -> Iterator[Row]:
     if distances is not None:
         exact = np.median(np.sqrt(distances[np.triu_indices(num, 1)].astype(float))) ** 2
         truth = (0, np.full(2, exact))
-    whole = lambda x: jnp.broadcast_to(pairwise.median_sqdist(x), x.shape)
+    whole = lambda x: jnp.broadcast_to(medians.median_sqdist(x), x.shape)
     yield from measured("median", whole, x, truth, most=8192)
 
 

@@ -28,6 +28,7 @@ LAYERS = [
     "placement",
     "sharding",
     "pairwise",
+    "medians",
     "kernels",
     "target",
     "terms",

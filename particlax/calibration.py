@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from particlax import pairwise, sharding
+from particlax import medians, pairwise, sharding
 from particlax.errors import OptionError, ParticleError
 from particlax.pairwise import matmul
 from particlax.particles import dimension, flatten, num_particles
@@ -80,7 +80,7 @@ def _white(t: Float[Array, "M D"], z: Float[Array, "M D"], num: int) -> Float[Ar
 
     # K needs to be seen as a matrix here, to be factored: M is small where this is used.
     r2 = pairwise.sqdist(z, z)
-    h = WIDTH * pairwise.median_sqdist(z)
+    h = WIDTH * medians.median_sqdist(z)
     kernel = jnp.exp(-r2 / h)
     rest = off(t)
     slope = (2 / h) * (kernel.sum(1)[:, None] * z - matmul(kernel, z)) / num

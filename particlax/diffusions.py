@@ -73,6 +73,14 @@ class Force(Term):
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
         """-grad log mu at the particles, and the new memory."""
 
+    def matrices(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
+        """For few particles in many dimensions: the force as matrices; None where it is more than that."""
+        return None
+
+    def mixing(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
+        found = None if self.calibrate else self.matrices(cloud, memory)
+        return found and (found[0].times(at(self.weight, cloud.step)), found[1])
+
     def check(self, particles: PyTree) -> None:
         calibration.check(self.calibrate, particles)
 
@@ -110,14 +118,19 @@ class Blob(Force):
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
         return self.kernel.apart(_blob, cloud.x), memory
 
+    def matrices(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
+        if isinstance(self.kernel, LayerWise):
+            return None
+        return _blob(self.kernel, cloud.x, pairwise.mixing), memory
 
-def _blob(kernel: Kernel, x: PyTree) -> PyTree:
+
+def _blob(kernel: Kernel, x: PyTree, how: Any = pairwise.interact) -> Any:
     h, inverse = _inverse_mass(kernel, x)
 
     def weights(r2: Array, own: Array, other: Array) -> Array:
         return kernel.pair(r2, h)[1] * (own + other)
 
-    return pairwise.interact(x, x, weights, rows=(inverse,), cols=(inverse,))
+    return how(x, x, weights, rows=(inverse,), cols=(inverse,))
 
 
 class GFSD(Force):
@@ -141,14 +154,19 @@ class GFSD(Force):
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
         return self.kernel.apart(_gfsd, cloud.x), memory
 
+    def matrices(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
+        if isinstance(self.kernel, LayerWise):
+            return None
+        return _gfsd(self.kernel, cloud.x, pairwise.mixing), memory
 
-def _gfsd(kernel: Kernel, x: PyTree) -> PyTree:
+
+def _gfsd(kernel: Kernel, x: PyTree, how: Any = pairwise.interact) -> Any:
     h, inverse = _inverse_mass(kernel, x)
 
     def weights(r2: Array, own: Array) -> Array:
         return kernel.pair(r2, h)[1] * own
 
-    return pairwise.interact(x, x, weights, rows=(inverse,))
+    return how(x, x, weights, rows=(inverse,))
 
 
 class Plan(NamedTuple):
@@ -300,6 +318,12 @@ class Transport(Force):
         return anchor, self.coupling.init(num_particles(particles), dtype)
 
     def force(self, cloud: Cloud, memory: PyTree) -> tuple[PyTree, PyTree]:
+        return self._tied(cloud, memory, pairwise.interact)
+
+    def matrices(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
+        return self._tied(cloud, memory, pairwise.mixing) if self.inner == 1 else None
+
+    def _tied(self, cloud: Cloud, memory: PyTree, how: Any) -> tuple[Any, PyTree]:
         anchor, coupled = memory
         x = y = cloud.x
         if self.inner > 1:
@@ -307,5 +331,4 @@ class Transport(Force):
             anchor = jax.tree.map(lambda new, old: jnp.where(fresh, new, old), cloud.raw, anchor)
             y = cloud.frame.points(anchor)
         plan, coupled = self.coupling.plan(x, y, coupled)
-        force = pairwise.interact(x, y, plan.weights, rows=plan.rows, cols=plan.cols)
-        return force, (anchor, coupled)
+        return how(x, y, plan.weights, rows=plan.rows, cols=plan.cols), (anchor, coupled)

@@ -1,5 +1,6 @@
 """Flow: target, terms, metric and integrator as one step of a sampler."""
 
+import functools
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from particlax import pairwise
 from particlax.checks import refuse_not_finite
 from particlax.errors import OptionError, ParticleError, expect, known_options
 from particlax.integrators import Integrator
@@ -15,7 +17,7 @@ from particlax.kernels import LayerWise
 from particlax.metrics import Identity, Metric
 from particlax.particles import as_cloud, check_parts, join, num_particles
 from particlax.target import Target
-from particlax.terms import Cloud, Term, Velocity, add
+from particlax.terms import Cloud, Drift, Term, Velocity, add
 
 __all__ = ["Flow", "Info", "Shared", "State"]
 
@@ -174,18 +176,38 @@ class Flow(eqx.Module):
         self, cloud: Cloud, key: Key[Array, ""], state: State
     ) -> tuple[Velocity, tuple[PyTree, ...], dict[str, Array]]:
         drifts, noises, memories, forces = [], [], [], {}
-        for place, (term, old) in enumerate(zip(self.terms, state.terms, strict=True)):
+        mixings = self._mixings(cloud, state)
+        todo = zip(self.terms, state.terms, mixings, strict=True)
+        for place, (term, old, mixing) in enumerate(todo):
             own = jax.random.fold_in(key, len(noises)) if term.noisy else None
-            part, memory = term(cloud, own, old)
-            drifts.append(part.drift)
+            if mixing:
+                how, memory = mixing
+                part = Velocity(pairwise.mixed(cloud.x, cloud.score, how))
+            else:
+                part, memory = term(cloud, own, old)
+                drifts.append(part.drift)
             memories.append(memory)
             if part.noise is not None:
                 noises.append(part.noise)
             name = type(term).__name__
             forces[f"{name}{place}" if name in forces else name] = _rms(part.drift)
+        if found := [mixing[0] for mixing in mixings if mixing]:
+            how = functools.reduce(pairwise.Mixing.plus, found)
+            drifts.append(pairwise.mixed(cloud.x, cloud.score, how))
         drift, noise = cloud.frame.tamed(add(*drifts)), add(*noises)
         noise = None if noise is None else cloud.frame.back(noise)
         return Velocity(cloud.frame.back(drift), noise), tuple(memories), forces
+
+    def _mixings(self, cloud: Cloud, state: State) -> list[tuple[pairwise.Mixing, PyTree] | None]:
+        """What the terms offer as matrices; a drift only if others use the score too, so that it costs nothing."""
+        if not pairwise.few(cloud.x):
+            return [None] * len(self.terms)
+        found = [term.mixing(cloud, old) for term, old in zip(self.terms, state.terms, strict=True)]
+        alone = [isinstance(term, Drift) for term in self.terms]
+        scores = [m and m[0].right is not None for m in found]
+        if not any(used and not drift for used, drift in zip(scores, alone, strict=True)):
+            found = [None if drift else m for m, drift in zip(found, alone, strict=True)]
+        return found
 
 
 def _rms(tree: PyTree) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from particlax import pairwise, sharding
+from particlax import medians, pairwise, sharding
 from particlax.checks import Part, number, positive, whole
 from particlax.errors import OptionError, ParticleError, expect
 from particlax.particles import all_equal, by_prefix, flatten, leaf_names, num_particles
@@ -118,7 +118,7 @@ class Median(Bandwidth):
         _check_subsample(self.subsample)
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
-        med2 = pairwise.median_sqdist(_subsample(x, self.subsample))
+        med2 = medians.median_sqdist(_subsample(x, self.subsample))
         return self.scale * med2 / math.log(num_particles(x))
 
 
@@ -141,7 +141,7 @@ class ReferenceMedian(Bandwidth):
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
         sample = _subsample(x, self.subsample)
-        med = pairwise.median_sqdist(sample, itself=True, of_squares=True)
+        med = medians.median_sqdist(sample, itself=True, of_squares=True)
         return self.scale * med / math.log(num_particles(x) + 1)
 
 

@@ -14,24 +14,27 @@ spread 0.01 around 1, where the uncentred form loses 7e-3). The GPU's exponentia
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from particlax import circle, formula, fused, gpu, radix, selection, sharding, skinny
+from particlax import formula, fused, gpu, sharding, skinny
 from particlax.errors import OptionError
 from particlax.fused import Pairs
 from particlax.particles import dimension, flatten, num_particles
 from particlax.skinny import matmul
 
 __all__ = [
+    "Mixing",
+    "few",
     "interact",
     "logsumexp",
     "mean_square",
-    "median_sqdist",
+    "mixed",
+    "mixing",
     "reduce_rows",
     "sqdist",
     "total",
@@ -42,14 +45,12 @@ DIRECT_DIM = 8
 """Largest D for which distances are summed from differences (exact) and not from a Gram matrix."""
 FLAT_DIM = 4096
 """Largest D for which a cloud of several leaves is joined into one matrix."""
+APART = 8
+"""Most leaves of a cloud of few particles that a GPU kernel takes one by one."""
 STRIP_ELEMENTS = {"cpu": 1 << 20}
 """Elements of one strip by backend: a strip and its temporaries should stay in cache."""
 STRIP_ELEMENTS_ELSEWHERE = 1 << 26
 
-HALF_ELEMENTS = 1 << 20
-"""Largest matrix of which the median keeps the upper half: it has fewer entries than float32 counts exactly."""
-CIRCLE = 512
-"""On a CPU: most particles for which distances are kept although they are cheap to compute."""
 
 Weights = Callable[..., Any]
 Blocks = list[Array]
@@ -59,10 +60,13 @@ Vectors = Sequence[Array]
 def _blocks(tree: PyTree) -> tuple[Blocks, Callable[[Blocks], PyTree]]:
     """A cloud as matrices with M rows, computed in at least float32, and the way back.
 
-    Small leaves are joined: one matrix in all up to FLAT_DIM coordinates, above that large leaves stay alone.
+    Small leaves are joined: one matrix in all up to FLAT_DIM coordinates, above that large leaves stay alone, and so do some small
+    ones where a kernel takes them as they are.
     """
     leaves, structure = jax.tree.flatten(tree)
     most = FLAT_DIM if dimension(tree) <= FLAT_DIM else skinny.LEAST
+    if gpu.possible() and few(tree) and len(leaves) <= APART:
+        most = 0
     alone = [i for i, leaf in enumerate(leaves) if dimension(leaf) > most]
     joined = [i for i in range(len(leaves)) if i not in alone]
     blocks = [wide(leaves[i].reshape(leaves[i].shape[0], -1)) for i in alone]
@@ -84,15 +88,18 @@ def _blocks(tree: PyTree) -> tuple[Blocks, Callable[[Blocks], PyTree]]:
     return blocks, back
 
 
+def few(x: PyTree) -> bool:
+    """Whether a cloud has so few particles in so many dimensions that `mixing` is for it."""
+    return skinny.suits(num_particles(x)) and dimension(x) > FLAT_DIM
+
+
 def _few(x: PyTree, y: PyTree) -> bool:
-    return y is x and skinny.suits(num_particles(x)) and dimension(x) > FLAT_DIM
+    return y is x and few(x)
 
 
 def _few_sqdist(add: Callable[[Any], Any], xs: Blocks) -> Array:
-    """Squared distances within a cloud, from its centred Gram matrix, added up over the devices' coordinates."""
-    product = add(sum(skinny.gram(x)[0] for x in xs))
-    own = jnp.diagonal(product)
-    return jnp.maximum(own[:, None] + own[None, :] - 2 * product, 0)  # pyright: ignore
+    """Squared distances within a cloud, added up over the devices' coordinates."""
+    return add(skinny.distances(xs)[0])
 
 
 def wide(block: Array) -> Array:
@@ -170,8 +177,7 @@ def mean_square(x: PyTree) -> Float[Array, ""]:
     12.5
     """
     if _few(x, x):  # the same kernels as for the distances, so at no cost beside them
-        own = lambda gram, norm: jnp.trace(gram) / len(gram) + norm
-        square = lambda add, xs: add(sum(own(*skinny.gram(block)) for block in xs))
+        square = lambda add, xs: add(skinny.distances(xs)[1])
         return sharding.by_coordinates(square, (_blocks(x)[0],), result="same")
     return sum(jnp.sum(jnp.mean(wide(leaf) ** 2, 0)) for leaf in jax.tree.leaves(x))  # pyright: ignore
 
@@ -193,9 +199,10 @@ def interact(
     >>> [[round(v, 3) for v in row] for row in interact(x, x, lambda r2: jnp.exp(-r2)).tolist()]
     [[-0.368], [0.368]]
     """
-    vs = None if values is None else _blocks(values)[0]
     if _few(x, y):
-        return _few_interact(x, vs, weights, rows, cols)
+        how = mixing(x, y, weights, values=values, rows=rows, cols=cols)
+        return mixed(x, values, how)
+    vs = None if values is None else _blocks(values)[0]
     xs, ys, back = _both(x, y)
     return back(_all(fused.interact, _interact, weights, Pairs(xs, ys, vs, rows, cols)))
 
@@ -249,20 +256,52 @@ def _sum(kernel: Any, strips: Any, weights: Weights, pairs: Pairs) -> Any:
     return gpu.choose(True, gpu.differentiable(fast, plain), plain, traced.consts, pairs)
 
 
-def _few_interact(
-    x: PyTree, vs: Blocks | None, weights: Weights, rows: Vectors, cols: Vectors
-) -> PyTree:
-    xs, back = _blocks(x)
+class Mixing(NamedTuple):
+    """Matrices of left @ (x - mean of x) + right @ values; without `right`, of the first part alone."""
 
-    def moved(add: Any, xs: Blocks, vs: Blocks | None, rows: Vectors, cols: Vectors) -> Blocks:
+    left: Float[Array, "M M"]
+    right: Float[Array, "M M"] | None = None
+
+    def plus(self, other: "Mixing") -> "Mixing":
+        """The sum of both."""
+        present = [one for one in (self.right, other.right) if one is not None]
+        return Mixing(self.left + other.left, sum(present[1:], present[0]) if present else None)
+
+    def times(self, factor: Any) -> "Mixing":
+        """`factor` of it."""
+        return Mixing(factor * self.left, None if self.right is None else factor * self.right)
+
+
+def mixing(
+    x: PyTree,
+    y: PyTree,
+    weights: Weights,
+    *,
+    values: PyTree = None,
+    rows: Vectors = (),
+    cols: Vectors = (),
+) -> Mixing:
+    """What `interact` does to few particles: sums of such matrices cost nothing, `mixed` does them all in one pass."""
+    if y is not x:
+        raise OptionError("mixing is within one cloud; use interact for two")
+
+    def matrices(add: Any, xs: Blocks, rows: Vectors, cols: Vectors) -> Mixing:
         pair = _weigh(weights, _few_sqdist(add, xs), rows, cols)
-        b = pair if vs is None else pair[1]
-        left = jnp.diag(jnp.sum(b, 1)) - b
-        if vs is None:
-            return [skinny.mix(left, block) for block in xs]
-        return [skinny.mix(left, block, pair[0], v) for block, v in zip(xs, vs, strict=True)]
+        b = pair if values is None else pair[1]
+        return Mixing(jnp.diag(jnp.sum(b, 1)) - b, None if values is None else pair[0])
 
-    return back(sharding.by_coordinates(moved, (xs, vs), (rows, cols)))
+    return sharding.by_coordinates(matrices, (_blocks(x)[0],), (rows, cols), "same")
+
+
+def mixed(x: PyTree, values: PyTree, how: Mixing) -> PyTree:
+    """left @ (x - mean of x) + right @ values."""
+    xs, back = _blocks(x)
+    vs = None if how.right is None else _blocks(values)[0]
+
+    def moved(add: Any, xs: Blocks, vs: Blocks | None, how: Mixing) -> Blocks:
+        return skinny.mix(how.left, xs, how.right, vs)
+
+    return back(sharding.by_coordinates(moved, (xs, vs), same=(how,)))
 
 
 def _few_reduce(how: Any, x: PyTree, weights: Weights, rows: Vectors, cols: Vectors) -> Array:
@@ -306,92 +345,3 @@ def logsumexp(x: PyTree, y: PyTree, weights: Weights, cols: Vectors = ()) -> Flo
     strips = functools.partial(_total, jax.nn.logsumexp)
     pairs = Pairs(xs, ys, None, (), cols)
     return _all(fused.logsumexp, strips, weights, pairs, log=True)
-
-
-def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) -> Float[Array, ""]:
-    """Exact squared median distance over distinct pairs, without a sort: some ten counting passes.
-
-    `itself` counts all M^2 entries with the zero diagonal, as the reference SVGD code does;
-    `of_squares` averages the two middle squares of an even number, and not the distances.
-    """
-    few = _few(x, x)
-    xs = lax.stop_gradient(_blocks(x)[0])
-    num = xs[0].shape[0]
-    if num > 46340:
-        raise OptionError(
-            f"the exact median over {num} particles needs more pairs than a 32-bit count holds; "
-            "take a median over a subsample, for instance Median(subsample=512)"
-        )
-    entries = num * num if itself else num * (num - 1)
-    rank, even = (entries + 1) // 2, entries % 2 == 0
-
-    def fast(xs: Blocks) -> tuple[Array, Array]:
-        lower, upper = radix.middle(xs[0], rank if itself else rank + num)
-        return lower, upper if even else lower
-
-    # Among the M zeros of the diagonal and two copies of every pair.
-    places = [(place - (num if itself else 0) - 1) // 2 for place in (rank, rank + even)]
-    fits = not few and len(xs) == 1 and radix.suits(xs[0])
-
-    def middle(add: Any, xs: Blocks) -> tuple[Array, Array]:
-        xs = xs if few else _around(_means(xs), xs, xs)[0]
-        return gpu.choose(fits, fast, functools.partial(_middle, places, add), xs)
-
-    if few:
-        lower, upper = sharding.by_coordinates(middle, (xs,), result="same")
-    else:
-        lower, upper = sharding.together(functools.partial(middle, None), xs)
-    if of_squares:
-        return (lower + upper) / 2
-    return ((jnp.sqrt(lower) + jnp.sqrt(upper)) / 2) ** 2
-
-
-def _middle(places: list[int], add: Any, xs: Blocks) -> tuple[Array, Array]:
-    """The squared distances at one or two adjacent places in the order of all pairs i < j; below 0 there are zeros."""
-    num, zero = xs[0].shape[0], jnp.zeros((), xs[0].dtype)
-    pairs, place = num * (num - 1) // 2, max(places[0], 0)
-    cheap = len(xs) == 1 and xs[0].shape[1] <= DIRECT_DIM and _on_cpu()
-    if num * num <= min(_strip_elements(), HALF_ELEMENTS) and not (cheap and num > CIRCLE):
-        r2 = _few_sqdist(add, xs) if add else _sqdist(xs, xs)
-        # The barrier keeps one rounding of the distances for all passes.
-        half = lax.optimization_barrier(r2.ravel()[selection.upper(num)])
-        found = (selection.bisected if _on_cpu() else selection.by_sort)(half, place)
-    else:
-        look = circle.look(xs[0]) if cheap else _look_in_strips(xs)
-        found = selection.adjacent(look, pairs, place, _some_sqdist(xs, pairs))
-    lower, upper = (zero if p < 0 else found[p - place] for p in places)
-    return lower, upper
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
-
-
-def _sample_size(pairs: int) -> int:
-    return min(selection.SAMPLE, max(64, pairs // 16))
-
-
-def _some_sqdist(xs: Blocks, pairs: int) -> Array:
-    rows, others = circle.sample(len(xs[0]), _sample_size(pairs))
-    parts = [jnp.sum((x[rows] - x[others]) ** 2, 1) for x in xs]
-    return sum(parts[1:], parts[0])
-
-
-def _look_in_strips(xs: Blocks) -> selection.Look:
-    """Passes over the pairs i < j with distances computed anew in each."""
-    num = len(xs[0])
-
-    def look(pivot: Array) -> tuple[Array, Array]:
-        def strip(part: Any) -> tuple[Array, Array]:
-            rows, own = part
-            after = own[:, None] < jnp.arange(num)[None, :]
-            r2 = jnp.where(after, _sqdist(rows, xs), jnp.inf)
-            under = r2 <= pivot
-            # By a matvec, over twice as fast as by a sum.
-            counts = under.astype(jnp.float32) @ jnp.ones(num, jnp.float32)
-            return counts, jnp.min(jnp.where(under, jnp.inf, r2), 1)
-
-        counts, least = reduce_rows(strip, (xs, jnp.arange(num)), num)
-        return jnp.sum(counts.astype(jnp.int32)), jnp.min(least)
-
-    return look

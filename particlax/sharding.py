@@ -259,16 +259,20 @@ def over_columns(
 
 
 def by_coordinates(
-    function: Callable[..., Any], clouds: Any, vectors: Any = (), result: str = "cloud"
+    function: Callable[..., Any],
+    clouds: Any,
+    vectors: Any = (),
+    result: str = "cloud",
+    same: Any = (),
 ) -> Any:
-    """function(add, *clouds, *vectors), with all particles in some coordinates on each device; add sums over coordinates.
+    """function(add, *clouds, *vectors, *same), with all particles in some coordinates on each device; add sums over coordinates.
 
-    `clouds` are lists of matrices with a row for each particle, `vectors` are whole everywhere. The result is such a list
-    ("cloud"), has a row for each particle ("rows") or is the same everywhere ("same").
+    `clouds` are lists of matrices with a row for each particle, `vectors` are brought together, `same` are whole everywhere
+    already. The result is such a list ("cloud"), has a row for each particle ("rows") or is the same everywhere ("same").
     """
     layout = _divided(clouds, vectors)
     if layout is None:
-        return function(lambda found: found, *clouds, *vectors)
+        return function(lambda found: found, *clouds, *vectors, *same)
     parts = layout.parts
     widths = [leaf.shape[1] for leaf in clouds[0]]
 
@@ -280,15 +284,16 @@ def by_coordinates(
     def back(leaf: Array, width: int) -> Array:
         return lax.all_to_all(leaf, AXIS, split_axis=0, concat_axis=1, tiled=True)[:, :width]
 
-    def part(clouds: Any, vectors: Any) -> Any:
+    def part(clouds: Any, vectors: Any, same: Any) -> Any:
         add = lambda found: lax.psum(found, AXIS)
-        found = function(add, *jax.tree.map(turned, clouds), *_whole(vectors))
+        found = function(add, *jax.tree.map(turned, clouds), *_whole(vectors), *same)
         if result == "cloud":
             return [back(leaf, width) for leaf, width in zip(found, widths, strict=True)]
         return _own(found, parts) if result == "rows" else found
 
     into = PartitionSpec() if result == "same" else PartitionSpec(AXIS)
-    return _on_each(layout, part, (clouds, vectors), into)
+    given = (PartitionSpec(AXIS), PartitionSpec(AXIS), PartitionSpec())
+    return _on_each(layout, part, (clouds, vectors, same), into, given)
 
 
 def factored(matrix: Float[Array, "M D"]) -> tuple[Array, Array, Array]:

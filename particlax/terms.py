@@ -88,6 +88,13 @@ class Term(Part):
     weight: eqx.AbstractVar[Scheduled]
     noisy: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Matrices are for the class that offers them: one that moves particles in its own way is called."""
+        super().__init_subclass__(**options)
+        own = vars(cls).keys()
+        if own & {"__call__", "force"} and not own & {"mixing", "matrices"}:
+            cls.mixing = Term.mixing
+
     def init(self, particles: PyTree) -> PyTree:
         """The term's memory between steps; most terms have none."""
         return ()
@@ -100,6 +107,13 @@ class Term(Part):
         self, cloud: Cloud, key: Key[Array, ""] | None, memory: PyTree
     ) -> tuple[Velocity, PyTree]:
         """The velocity in the cloud's coordinates and the new memory. `key` is for noisy terms."""
+
+    def mixing(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
+        """For few particles in many dimensions: the drift as matrices that mix positions and scores, and the new memory.
+
+        Matrices of several terms are added before one pass over the cloud. Terms that do not offer them are called.
+        """
+        return None
 
 
 class Drift(Term):
@@ -116,6 +130,10 @@ class Drift(Term):
 
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
         return Velocity(scale(at(self.weight, cloud.step), cloud.score)), memory
+
+    def mixing(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
+        weight, one = at(self.weight, cloud.step), jnp.eye(num_particles(cloud.x))
+        return pairwise.Mixing(jnp.zeros_like(one), weight * one), memory
 
 
 class Stein(Term):
@@ -137,10 +155,19 @@ class Stein(Term):
 
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
         phi = self.kernel.apart(_stein, cloud.x, cloud.score)
-        return Velocity(scale(at(self.weight, cloud.step) / num_particles(cloud.x), phi)), memory
+        return Velocity(scale(self._factor(cloud), phi)), memory
+
+    def mixing(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
+        if isinstance(self.kernel, LayerWise):
+            return None
+        phi = _stein(self.kernel, cloud.x, cloud.score, pairwise.mixing)
+        return phi.times(self._factor(cloud)), memory
+
+    def _factor(self, cloud: Cloud) -> Any:
+        return at(self.weight, cloud.step) / num_particles(cloud.x)
 
 
-def _stein(kernel: Kernel, x: PyTree, score: PyTree) -> PyTree:
+def _stein(kernel: Kernel, x: PyTree, score: PyTree, how: Any = pairwise.interact) -> Any:
     """sum_j [K_ij s_j + grad_{x_j} K_ij]."""
     h = kernel.bandwidth(x)
-    return pairwise.interact(x, x, lambda r2: kernel.pair(r2, h), values=score)
+    return how(x, x, lambda r2: kernel.pair(r2, h), values=score)

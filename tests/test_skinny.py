@@ -8,6 +8,7 @@ import pytest
 import particlax as px
 from particlax import gpu, pairwise, skinny
 
+COMPILE_FAST = True
 SHAPES = [(2, 8192), (5, 8193), (16, 9000), (20, 12_345), (33, 8200), (64, 8321)]
 
 
@@ -29,43 +30,76 @@ def relative(found, truth):
     return np.abs(np.asarray(found, float) - truth).max() / np.abs(truth).max()
 
 
+def parts(x):
+    """The coordinates in three matrices, none of them a multiple of a tile."""
+    return [jnp.asarray(part) for part in np.split(x, [5, 5 + x.shape[1] // 3], 1)]
+
+
+def whole(found):
+    return np.concatenate([np.asarray(part, float) for part in found], 1)
+
+
 @pytest.mark.parametrize(("num", "dim"), SHAPES)
-def test_gram_is_that_of_the_centred_cloud(num, dim, mode):
+def test_distances_are_those_of_all_coordinates(num, dim, mode):
     x = cloud(num, dim)[0]
-    product, norm = skinny.gram(jnp.asarray(x))
-    mean = x.astype(float).mean(0)
-    truth = (x - mean) @ (x - mean).T
-    assert relative(product, truth) < 2e-6
-    assert relative(product, np.asarray(product, float).T) < 1e-6
-    assert relative(norm, np.sum(mean**2)) < 2e-6
+    r2, square = skinny.distances(parts(x))
+    exact = x.astype(float)
+    truth = np.array([np.sum((exact - one) ** 2, 1) for one in exact])
+    assert relative(r2, truth) < 2e-6
+    np.testing.assert_allclose(r2, np.asarray(r2).T, rtol=1e-6, atol=1e-4)
+    assert np.all(np.diagonal(r2) <= 1e-4) and float(np.min(r2)) >= 0
+    assert relative(square, np.mean(np.sum(exact**2, 1))) < 2e-6
+
+
+@pytest.mark.parametrize("centre", [0.0, 1.0, 300.0])
+def test_few_particles_far_away_lose_nothing(centre, monkeypatch):
+    """On a GPU the differences themselves are squared: exact for whatever place the cloud is at."""
+    monkeypatch.setattr(gpu, "MODE", "interpret")
+    x = cloud(6, 8200, centre=centre, spread=0.01)[0]
+    r2, _ = skinny.distances(parts(x))
+    exact = x.astype(float)
+    truth = np.array([np.sum((exact - one) ** 2, 1) for one in exact])
+    np.testing.assert_allclose(r2, truth, rtol=2e-6)
 
 
 @pytest.mark.parametrize(("num", "dim"), SHAPES)
 def test_mix_is_the_sum_of_products(num, dim, mode):
     x, v, left, right = cloud(num, dim, centre=1.0)
     centred = x - x.astype(float).mean(0)
-    both = skinny.mix(*map(jnp.asarray, (left, x, right, v)))
-    assert relative(both, left.astype(float) @ centred + right.astype(float) @ v) < 2e-6
-    alone = skinny.mix(jnp.asarray(left), jnp.asarray(x))
-    assert relative(alone, left.astype(float) @ centred) < 5e-6  # of a cloud ten times off its size
+    both = skinny.mix(jnp.asarray(left), parts(x), jnp.asarray(right), parts(v))
+    truth = left.astype(float) @ centred + right.astype(float) @ v
+    assert relative(whole(both), truth) < 2e-6
+    alone = skinny.mix(jnp.asarray(left), parts(x))
+    # Of a cloud ten times off its size.
+    assert relative(whole(alone), left.astype(float) @ centred) < 5e-6
 
 
-def test_modes_really_differ(monkeypatch):
-    """The interpreted kernel is what runs: breaking it shows."""
-    x = jnp.asarray(cloud(4, 8192)[0])
+@pytest.mark.parametrize("num", [4, 33])
+def test_modes_really_differ(num, monkeypatch):
+    """The interpreted kernels are what runs: breaking them shows."""
     monkeypatch.setattr(gpu, "MODE", "interpret")
+    break_kernels(monkeypatch)
+    assert float(jnp.abs(skinny.distances(parts(cloud(num, 8192)[0]))[0]).max()) == 0
+
+
+def break_kernels(monkeypatch):
     monkeypatch.setattr(gpu, "halves", lambda tile: (0 * tile, 0 * tile))
-    assert float(jnp.abs(skinny.gram(x)[0]).max()) == 0
+    monkeypatch.setattr(gpu, "add_square", lambda a, b, c: 0 * a)
+    jax.clear_caches()
 
 
-def test_kernels_lower_for_a_gpu():
+@pytest.mark.parametrize("num", [20, 33])
+def test_kernels_lower_for_a_gpu(num):
     """Triton's own errors show here, without a GPU."""
-    cloud = jax.ShapeDtypeStruct((20, 10_000), jnp.float32)
-    weights = jax.ShapeDtypeStruct((20, 20), jnp.float32)
+    cloud = [jax.ShapeDtypeStruct((num, d), jnp.float32) for d in (10_000, 7)]
+    weights = jax.ShapeDtypeStruct((num, num), jnp.float32)
+    direct = num <= skinny.DIRECT
+    distances = skinny._launch_distances if direct else skinny._launch_grams
+    mix = skinny._launch_direct if direct else skinny._launch_mix
     for launch, args in (
-        (skinny._launch_gram, (cloud,)),
-        (skinny._launch_mix, (weights, cloud)),
-        (skinny._launch_mix, (weights, cloud, weights, cloud)),
+        (distances, (cloud,)),
+        (mix, (weights, cloud)),
+        (mix, (weights, cloud, weights, cloud)),
     ):
         try:
             program = jax.jit(launch).trace(*args).lower(lowering_platforms=("cuda",))
@@ -76,24 +110,24 @@ def test_kernels_lower_for_a_gpu():
 
 def test_vmap_and_derivatives(mode):
     x = jnp.asarray(cloud(3, 8192, spread=1.0)[0])
-    two = jax.vmap(skinny.gram)(jnp.stack([x, 2 * x]))[0]
+    of = lambda x: skinny.distances([x])[0]
+    two = jax.vmap(of)(jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(two[1], 4 * two[0], rtol=1e-5, atol=1e-2)
-    slope = jax.grad(lambda x: skinny.gram(x)[0][0, 1])(x)
-    centred = np.asarray(x, float) - np.asarray(x, float).mean(0)
-    truth = np.zeros_like(centred)
-    truth[0], truth[1] = centred[1], centred[0]
-    truth -= truth.mean(0)
+    slope = jax.grad(lambda x: of(x)[0, 1])(x)
+    truth = np.zeros(x.shape)
+    truth[0] = 2 * (np.asarray(x[0], float) - np.asarray(x[1], float))
+    truth[1] = -truth[0]
     assert relative(slope, truth) < 1e-5
 
 
 def test_other_dtypes_and_sizes_take_the_plain_path(monkeypatch):
     monkeypatch.setattr(gpu, "MODE", "interpret")
-    broken = lambda tile: (0 * tile, 0 * tile)
-    monkeypatch.setattr(gpu, "halves", broken)
+    break_kernels(monkeypatch)
     with jax.enable_x64(True):
-        assert float(skinny.gram(jnp.asarray(cloud(4, 8192)[0], jnp.float64))[0].max()) > 0
-    assert float(skinny.gram(jnp.asarray(cloud(4, 100)[0]))[0].max()) > 0
-    assert float(skinny.gram(jnp.asarray(cloud(65, 8192)[0]))[0].max()) > 0
+        wide = jnp.asarray(cloud(4, 8192)[0], jnp.float64)
+        assert float(skinny.distances([wide])[0].max()) > 0
+    for num, dim in ((4, 100), (65, 8192)):
+        assert float(skinny.distances(parts(cloud(num, dim)[0]))[0].max()) > 0
 
 
 def network_cloud(num, spread=0.3):
@@ -136,3 +170,56 @@ def test_interactions_of_networks(mode):
     np.testing.assert_allclose(
         pairwise.logsumexp(x, x, lambda r2: -r2 / h), np.log(mass), rtol=1e-4
     )
+
+
+SAMPLERS = {
+    "svgd": lambda target, euler: px.svgd(target, integrator=euler),
+    "w_sgld": lambda target, euler: px.w_sgld(target, integrator=euler),
+    "w_sgld_b": lambda target, euler: px.w_sgld_b(target, integrator=euler),
+    "pi_sgld": lambda target, euler: px.pi_sgld(target, integrator=euler),
+    "pi_sgld with gfsd": lambda target, euler: px.pi_sgld(
+        target, diffusion=px.diffusions.GFSD(weight=0.3), stein=2.0, integrator=euler
+    ),
+    "layers": lambda target, euler: px.svgd(
+        target, kernel=px.kernels.LayerWise(), integrator=euler
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_terms_of_networks_are_summed_as_matrices(name):
+    """A step moves along the sum of what its terms say one by one."""
+    target = px.Target(lambda tree: -0.5 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+    flow = SAMPLERS[name](target, px.integrators.Euler(0.5))
+    state = flow.init(network_cloud(5))
+    moved, info = flow.step(jax.random.key(0), state)
+    score = jax.tree.map(jnp.negative, state.particles)
+    cloud = px.terms.Cloud(state.particles, score, state.step, px.terms.Frame(), state.particles)
+    drifts = [
+        flat(term(cloud, None, memory)[0].drift)
+        for term, memory in zip(flow.terms, state.terms, strict=True)
+    ]
+    truth = flat(state.particles) + 0.5 * sum(drifts)
+    assert relative(flat(moved.particles), truth) < 1e-6
+    for drift, force in zip(drifts, info.forces.values(), strict=True):
+        np.testing.assert_allclose(force, np.sqrt(np.sum(drift**2) / 5), rtol=1e-5)
+
+
+def test_a_term_that_moves_in_its_own_way_is_called():
+    """A subclass that overrides how a term moves does not inherit its matrices."""
+
+    class Slower(px.Stein):
+        def __call__(self, cloud, key, memory):
+            velocity, memory = super().__call__(cloud, key, memory)
+            return velocity._replace(drift=jax.tree.map(lambda v: 0 * v, velocity.drift)), memory
+
+    class Still(px.diffusions.Blob):
+        def force(self, cloud, memory):
+            return jax.tree.map(jnp.zeros_like, cloud.x), memory
+
+    target = px.Target(lambda tree: -0.5 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+    start = network_cloud(4)
+    for term in (Slower(), Still()):
+        flow = px.Flow(target, (term,), px.integrators.Euler(0.5))
+        state, _ = flow.step(jax.random.key(0), flow.init(start))
+        assert relative(flat(state.particles), flat(start)) == 0
