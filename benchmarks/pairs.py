@@ -21,10 +21,11 @@ import numpy as np
 import optax
 
 import particlax as px
+from benchmarks import scale
 from benchmarks.timing import held, looped, seconds
 from experiments import config, report
 from experiments.study import Evaluation, Run, Study, Table
-from particlax import gpu, pairwise
+from particlax import gpu, medians, pairwise
 from particlax.terms import Cloud, Frame
 
 EXPONENTIALS, FLOPS = 4e12, 67e12
@@ -128,7 +129,7 @@ def median(num: int) -> Iterator[Row]:
     if distances is not None:
         exact = np.median(np.sqrt(distances[np.triu_indices(num, 1)].astype(float))) ** 2
         truth = (0, np.full(2, exact))
-    whole = lambda x: jnp.broadcast_to(pairwise.median_sqdist(x), x.shape)
+    whole = lambda x: jnp.broadcast_to(medians.median_sqdist(x), x.shape)
     yield from measured("median", whole, x, truth, most=8192)
 
 
@@ -211,7 +212,11 @@ STUDY = Study(
     takes="4 minutes on an H200; for a GPU",
     config=Config,
     runs=runs,
-    tables={"pairs": Table("Sums over all pairs", table)},
+    tables={
+        "pairs": Table("Sums over all pairs", table),
+        "scale-cloud": Table("Predicted: a million particles in 2-D", scale.clouds_table),
+        "scale-networks": Table("Predicted: 64 networks of 1e8 parameters", scale.networks_table),
+    },
     smoke={
         "sizes": (256,),
         "dims": 300,

@@ -1,6 +1,6 @@
 """Every study by name, in the order of the paper."""
 
-from benchmarks import clouds, compiling, curves, interaction, pairs
+from benchmarks import clouds, compiling, curves, exchange, interaction, pairs
 from benchmarks import logistic as steptime
 from experiments import (
     cifar,
@@ -35,6 +35,7 @@ STUDIES: dict[str, Study] = {
         pairs.STUDY,
         compiling.STUDY,
         curves.STUDY,
+        exchange.STUDY,
         reference.STUDY,
         few.STUDY,
         few.KERNELS,

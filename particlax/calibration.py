@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from particlax import pairwise
+from particlax import medians, pairwise, sharding
 from particlax.errors import OptionError, ParticleError
 from particlax.pairwise import matmul
 from particlax.particles import dimension, flatten, num_particles
@@ -43,7 +43,7 @@ def calibrated(force: PyTree, x: PyTree) -> PyTree:
     matrix, points = pairwise.wide(matrix), pairwise.wide(flatten(x)[0])
     matrix, points = matrix - matrix.mean(0), points - points.mean(0)
     moment = matmul(matrix.T, points) / len(points)
-    return unflatten(jnp.linalg.solve(moment, matrix.T).T)
+    return unflatten(sharding.by_rows(lambda rows: jnp.linalg.solve(moment, rows.T).T, matrix))
 
 
 def matched(force: PyTree, x: PyTree) -> PyTree:
@@ -59,7 +59,11 @@ def matched(force: PyTree, x: PyTree) -> PyTree:
     True
     """
     matrix, unflatten = flatten(force)
-    points = pairwise.wide(flatten(x)[0])
+    return unflatten(sharding.together(_matched, matrix, flatten(x)[0], rows=True))
+
+
+def _matched(matrix: Float[Array, "M D"], points: Float[Array, "M D"]) -> Float[Array, "M D"]:
+    points = pairwise.wide(points)
     num, root = len(points), math.sqrt(len(points))
     q, r = jnp.linalg.qr(points - points.mean(0))
     z, factor = root * q, r / root  # x - m = z factor
@@ -67,7 +71,7 @@ def matched(force: PyTree, x: PyTree) -> PyTree:
         pairwise.wide(matrix), factor.T
     )  # a force is a gradient: it is mapped by the transpose
     t = _white(t, z, num)
-    return unflatten(jax.scipy.linalg.solve_triangular(factor, t.T).T)
+    return jax.scipy.linalg.solve_triangular(factor, t.T).T
 
 
 def _white(t: Float[Array, "M D"], z: Float[Array, "M D"], num: int) -> Float[Array, "M D"]:
@@ -76,7 +80,7 @@ def _white(t: Float[Array, "M D"], z: Float[Array, "M D"], num: int) -> Float[Ar
 
     # K needs to be seen as a matrix here, to be factored: M is small where this is used.
     r2 = pairwise.sqdist(z, z)
-    h = WIDTH * pairwise.median_sqdist(z)
+    h = WIDTH * medians.median_sqdist(z)
     kernel = jnp.exp(-r2 / h)
     rest = off(t)
     slope = (2 / h) * (kernel.sum(1)[:, None] * z - matmul(kernel, z)) / num

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from particlax import placement, sharding
 from particlax.data import Minibatches
 from particlax.errors import NonFiniteError
 from particlax.flow import Flow, Info, State
@@ -29,6 +30,7 @@ class Fixed(NamedTuple):
     data: Any
     noise_key: Array
     data_key: Array
+    layout: placement.Layout | None = None
 
 
 class Clock(NamedTuple):
@@ -87,6 +89,7 @@ def advance_mending(
         key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
         key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
         state, sources = _mend(key, state, error.particles)
+        state = placement.put(fixed.layout, state)
         pairs = zip(error.particles, sources, strict=True)
         replaced += [Replaced(error.step, lost, source) for lost, source in pairs]
         return Taken(state, log_density, kept, steps)
@@ -96,7 +99,9 @@ def _step(fixed: Fixed, state: State) -> tuple[State, Info]:
     batch = fixed.data
     if isinstance(batch, (Minibatches, Block)):
         batch = batch.batch(fixed.data_key, state.step)
-    return fixed.flow.step(fixed.noise_key, state, batch)
+    with sharding.using(fixed.layout):
+        state, info = fixed.flow.step(fixed.noise_key, state, sharding.spread(batch))
+    return placement.put(fixed.layout, state), info
 
 
 def _one(fixed: Fixed, state: State) -> tuple[State, Array]:
@@ -172,9 +177,9 @@ def _replay(fixed: Fixed, state: State, size: Array) -> tuple[State, Array]:
 def _failure(fixed: Fixed, before: State, size: int) -> NonFiniteError:
     """The error for a chunk that met NaN, by replaying it step by step from its start."""
     state, flags = _replay(fixed, before, jnp.int32(size))
-    step, num = int(state.step), num_particles(state.particles)
-    cause = int(np.argmax(np.asarray(flags).any(1)))
-    bad = np.flatnonzero(np.asarray(flags[cause])).tolist()
+    step, num, flags = int(state.step), num_particles(state.particles), placement.on_host(flags)
+    cause = int(np.argmax(flags.any(1)))
+    bad = np.flatnonzero(flags[cause]).tolist()
     listed = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")
     what, remedy = (
         ("the log density is NaN or infinite", "Check the log density there"),
@@ -198,22 +203,28 @@ def _failure(fixed: Fixed, before: State, size: int) -> NonFiniteError:
 
 def _mend(key: Array, state: State, lost: list[int]) -> tuple[State, list[int]]:
     """Every lost particle as a copy of its nearest healthy one, with noise; everything kept for it is copied too."""
+    mended, found = _mended(key, state, np.array(lost))
+    return mended, placement.on_host(found).tolist()
+
+
+@eqx.filter_jit
+def _mended(key: Array, state: State, lost: Any) -> tuple[State, Array]:
     cloud, num = state.particles, num_particles(state.particles)
-    flags = jnp.zeros(num, bool).at[jnp.array(lost)].set(True)
+    flags = jnp.zeros(num, bool).at[lost].set(True)
 
     def nearest(i: Array) -> Array:
         square = lambda leaf: jnp.sum(jnp.square(wide(leaf - leaf[i])).reshape(num, -1), 1)
         apart = jnp.sum(jnp.stack([square(leaf) for leaf in jax.tree.leaves(cloud)]), 0)
         return jnp.argmin(jnp.where(flags, jnp.inf, apart))
 
-    found = lax.map(nearest, jnp.array(lost))  # one by one: a cloud's worth of memory
-    source = jnp.arange(num).at[jnp.array(lost)].set(found)
+    found = lax.map(nearest, lost)  # one by one: a cloud's worth of memory
+    source = jnp.arange(num).at[lost].set(found)
     own = lambda leaf: leaf.ndim > 0 and leaf.shape[0] == num
     copied = lambda tree: jax.tree.map(lambda leaf: leaf[source] if own(leaf) else leaf, tree)
     noise = random_like(key, cloud, jax.random.normal)
     moved = jax.tree.map(lambda leaf, unit: _jittered(leaf, unit, flags, source), cloud, noise)
     memory = (copied(state.integrator), copied(state.terms), copied(state.carried))
-    return State(moved, state.step, *memory, state.shared), found.tolist()
+    return State(moved, state.step, *memory, state.shared), found
 
 
 def _jittered(leaf: Array, unit: Array, lost: Array, source: Array) -> Array:

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 __all__ = [
     "CheckpointError",
     "DataError",
+    "LostError",
     "NonFiniteError",
     "OptionError",
     "ParticlaxError",
@@ -43,6 +44,10 @@ class CheckpointError(ParticlaxError, RuntimeError):
     def __init__(self, message: str, *, state: Any = None):
         super().__init__(message)
         self.state = state
+
+
+class LostError(ParticlaxError, RuntimeError):
+    """Another process of a run ended or cannot be reached, and the run with it."""
 
 
 class NonFiniteError(ParticlaxError, FloatingPointError):

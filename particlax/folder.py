@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ except ImportError:  # Windows: runs there are not protected from each other
 FORMAT = 1
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
+SEEN_SECONDS = 15.0
+"""How long another machine may take to see a file: network disks remember what was not there."""
 
 
 class DamagedError(Exception):
@@ -49,8 +52,8 @@ class Folder:
 
     # Who may write
 
-    def lock(self) -> None:
-        """Make this process the only one that writes here, until `unlock` or its end."""
+    def lock(self) -> str:
+        """Make this process the only one that writes here, until `unlock` or its end; its name, as in the lock."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / "lock").open("a+")
@@ -70,10 +73,12 @@ class Folder:
                 raise CheckpointError(
                     f"another run writes its checkpoints to {self.path}: {holder}. Wait for it, stop it, or use another folder"
                 ) from None
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
         self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.write(f"{holder}\n")
         self._lock.flush()
         self._sweep()
+        return holder
 
     def unlock(self) -> None:
         """Let others write."""
@@ -83,6 +88,21 @@ class Folder:
             self._lock.close()
             self._lock = None
 
+    def find(self, holder: str) -> None:
+        """See that the lock of the first process is here too: that all processes mean the same folder."""
+        until = time.monotonic() + SEEN_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
+                if (self.path / "lock").read_text().strip() == holder:
+                    return
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    f"the first process ({holder}) has locked the checkpoint folder {self.path}, but its lock is not in "
+                    f"{self.path.absolute()} on {socket.gethostname()}; expected one folder, on a disk that all machines share. Give its "
+                    "whole path"
+                )
+            time.sleep(0.1)
+
     def _sweep(self) -> None:
         """Remove what was never completed."""
         for path in self.path.glob("unfinished-*"):
@@ -90,16 +110,20 @@ class Folder:
 
     # What is complete
 
+    def unfinished(self, step: int) -> Path:
+        """Where the checkpoint of a step is made."""
+        return self.path / f"unfinished-{step:08d}"
+
     def begin(self, step: int) -> Path:
         """A fresh place to write the checkpoint of a step to."""
-        place = self.path / f"unfinished-{step:08d}"
+        place = self.unfinished(step)
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         return place
 
     def seal(self, step: int, content: dict[str, Any]) -> None:
         """See every file of a checkpoint onto the disk, write its manifest, and give it its name."""
-        place = self.path / f"unfinished-{step:08d}"
+        place = self.unfinished(step)
         files = {str(f.relative_to(place)): _stamp(f, sync=True) for f in _files(place)}
         body = {"format": FORMAT, "step": step, **content, "files": files}
         with (place / MANIFEST).open("w") as out:
@@ -113,14 +137,14 @@ class Folder:
 
     def abandon(self, step: int) -> None:
         """Give up a checkpoint that could not be written, and its room on the disk."""
-        shutil.rmtree(self.path / f"unfinished-{step:08d}", ignore_errors=True)
+        shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def prune(self, keep: set[int]) -> None:
         """Remove all checkpoints but those of the given steps."""
         for step in self.steps():
             if step not in keep:
                 # Renamed first: a half-removed one must not look damaged.
-                gone = self.path / f"unfinished-{step:08d}"
+                gone = self.unfinished(step)
                 shutil.rmtree(gone, ignore_errors=True)
                 self.home(step).rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from particlax import pairwise
+from particlax import medians, pairwise, sharding
 from particlax.checks import Part, number, positive, whole
 from particlax.errors import OptionError, ParticleError, expect
 from particlax.particles import all_equal, by_prefix, flatten, leaf_names, num_particles
@@ -91,7 +91,7 @@ def _subsample(x: PyTree, size: int | None) -> PyTree:
     if size is None or num <= size:
         return x
     rows = np.sort(np.random.default_rng(0).permutation(num)[:size])
-    return jax.tree.map(lambda leaf: leaf[rows], x)
+    return sharding.picked(x, rows)
 
 
 def _check_subsample(size: int | None) -> None:
@@ -118,7 +118,7 @@ class Median(Bandwidth):
         _check_subsample(self.subsample)
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
-        med2 = pairwise.median_sqdist(_subsample(x, self.subsample))
+        med2 = medians.median_sqdist(_subsample(x, self.subsample))
         return self.scale * med2 / math.log(num_particles(x))
 
 
@@ -141,7 +141,7 @@ class ReferenceMedian(Bandwidth):
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
         sample = _subsample(x, self.subsample)
-        med = pairwise.median_sqdist(sample, itself=True, of_squares=True)
+        med = medians.median_sqdist(sample, itself=True, of_squares=True)
         return self.scale * med / math.log(num_particles(x) + 1)
 
 
@@ -174,7 +174,9 @@ class HeatEquation(Bandwidth):
             )
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
-        sample = _subsample(x, self.subsample)
+        return sharding.together(self._best, _subsample(x, self.subsample))
+
+    def _best(self, sample: PyTree) -> Float[Array, ""]:
         middle = Median(subsample=None)(sample)
         factors = np.geomspace(1 / self.spread, self.spread, self.candidates)
         widths = middle * jnp.asarray(factors, middle.dtype)

@@ -5,6 +5,7 @@ their velocities are mapped back by L.
 """
 
 import abc
+import functools
 import math
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
-from particlax import noise
+from particlax import noise, sharding
 from particlax.checks import Part, number, positive
 from particlax.errors import ParticleError
 from particlax.pairwise import matmul, reduce_rows, wide
@@ -93,7 +94,8 @@ class _Whitened(Frame):
         if x is self.like:
             return self.white
         centred = wide(flatten(x)[0]) - self.mean
-        return jax.scipy.linalg.solve_triangular(self.factor, centred.T, lower=True).T
+        solve = lambda a: jax.scipy.linalg.solve_triangular(self.factor, a.T, lower=True).T
+        return sharding.by_rows(solve, centred)
 
     def scores(self, score: PyTree) -> Float[Array, "M D"]:
         return matmul(wide(flatten(score)[0]), self.factor)
@@ -112,12 +114,15 @@ class _Whitened(Frame):
         """(1/sqrt M) sum_j z_j W_ij: standard normal in law and, unlike L W, moving with the cloud."""
         num = len(z)
 
-        def strip(rows: Array) -> Array:
+        def strip(z: Array, rows: Array) -> Array:
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
             normals = jax.vmap(lambda k: noise.normal(k, (num,), z.dtype))(keys)
             return matmul(normals, z) / math.sqrt(num)
 
-        return reduce_rows(strip, jnp.arange(num), num)
+        def strips(rows: Array, z: Array) -> Array:
+            return reduce_rows(functools.partial(strip, z), rows, num)
+
+        return sharding.by_rows(strips, jnp.arange(num), whole=z)
 
     def correction(self, z: Float[Array, "M D"]) -> Float[Array, "M D"]:
         return (z.shape[1] + 1) / len(z) * z
@@ -148,9 +153,8 @@ class Ensemble(Metric):
 
     def frame(self, x: PyTree) -> Frame:
         matrix = wide(flatten(x)[0])
-        mean = jnp.mean(matrix, 0)
         # The covariance's factor from the QR of the cloud itself: squaring would lose half the digits.
-        q, r = jnp.linalg.qr(matrix - mean)
+        mean, q, r = sharding.factored(matrix)
         root = math.sqrt(len(matrix))
         return _Whitened(mean, r.T / root, q * root, x, self.limit)
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from particlax import circle, formula, fused, gpu, radix, selection, skinny
+from particlax import formula, fused, gpu, sharding, skinny
 from particlax.errors import OptionError
 from particlax.fused import Pairs
 from particlax.particles import dimension, flatten, num_particles
@@ -33,7 +33,6 @@ __all__ = [
     "interact",
     "logsumexp",
     "mean_square",
-    "median_sqdist",
     "mixed",
     "mixing",
     "reduce_rows",
@@ -52,10 +51,6 @@ STRIP_ELEMENTS = {"cpu": 1 << 20}
 """Elements of one strip by backend: a strip and its temporaries should stay in cache."""
 STRIP_ELEMENTS_ELSEWHERE = 1 << 26
 
-HALF_ELEMENTS = 1 << 20
-"""Largest matrix of which the median keeps the upper half: it has fewer entries than float32 counts exactly."""
-CIRCLE = 512
-"""On a CPU: most particles for which distances are kept although they are cheap to compute."""
 
 Weights = Callable[..., Any]
 Blocks = list[Array]
@@ -102,8 +97,9 @@ def _few(x: PyTree, y: PyTree) -> bool:
     return y is x and few(x)
 
 
-def _few_sqdist(xs: Blocks) -> Array:
-    return skinny.distances(xs)[0]
+def _few_sqdist(add: Callable[[Any], Any], xs: Blocks) -> Array:
+    """Squared distances within a cloud, added up over the devices' coordinates."""
+    return add(skinny.distances(xs)[0])
 
 
 def wide(block: Array) -> Array:
@@ -122,14 +118,19 @@ def _sqdist(xs: Blocks, ys: Blocks) -> Array:
     return jnp.maximum(xx[:, None] + yy[None, :] - 2 * gram, 0)  # pyright: ignore
 
 
-def _centred(x: PyTree, y: PyTree) -> tuple[Blocks, Blocks, Callable[[Blocks], PyTree]]:
-    """Both clouds around the mean of `y` (differences do not change, rounding gets better)."""
+def _means(blocks: Blocks) -> Blocks:
+    return [jnp.mean(block, 0) for block in blocks]
+
+
+def _around(centres: Blocks, xs: Blocks, ys: Blocks) -> tuple[Blocks, Blocks]:
+    """Both clouds around the centres (differences do not change, rounding gets better)."""
+    moved = [x - c for x, c in zip(xs, centres, strict=True)]
+    return moved, moved if ys is xs else [y - c for y, c in zip(ys, centres, strict=True)]
+
+
+def _both(x: PyTree, y: PyTree) -> tuple[Blocks, Blocks, Callable[[Blocks], PyTree]]:
     xs, back = _blocks(x)
-    ys = xs if y is x else _blocks(y)[0]
-    centres = [jnp.mean(block, 0) for block in ys]
-    xs = [block - c for block, c in zip(xs, centres, strict=True)]
-    ys = xs if y is x else [block - c for block, c in zip(ys, centres, strict=True)]
-    return xs, ys, back
+    return xs, xs if y is x else _blocks(y)[0], back
 
 
 def _strip_elements() -> int:
@@ -164,9 +165,9 @@ def _weigh(weights: Weights, r2: Array, rows: Vectors, cols: Vectors) -> Any:
 def sqdist(x: PyTree, y: PyTree) -> Float[Array, "M N"]:
     """The whole matrix of squared distances; only for clouds known to be small."""
     if _few(x, y):
-        return _few_sqdist(_blocks(x)[0])
-    xs, ys, _ = _centred(x, y)
-    return _sqdist(xs, ys)
+        return sharding.by_coordinates(_few_sqdist, (_blocks(x)[0],), result="same")
+    xs, ys, _ = _both(x, y)
+    return _sqdist(*_around(_means(ys), xs, ys))
 
 
 def mean_square(x: PyTree) -> Float[Array, ""]:
@@ -176,7 +177,8 @@ def mean_square(x: PyTree) -> Float[Array, ""]:
     12.5
     """
     if _few(x, x):  # the same kernels as for the distances, so at no cost beside them
-        return skinny.distances(_blocks(x)[0])[1]
+        square = lambda add, xs: add(skinny.distances(xs)[1])
+        return sharding.by_coordinates(square, (_blocks(x)[0],), result="same")
     return sum(jnp.sum(jnp.mean(wide(leaf) ** 2, 0)) for leaf in jax.tree.leaves(x))  # pyright: ignore
 
 
@@ -201,8 +203,8 @@ def interact(
         how = mixing(x, y, weights, values=values, rows=rows, cols=cols)
         return mixed(x, values, how)
     vs = None if values is None else _blocks(values)[0]
-    xs, ys, back = _centred(x, y)
-    return back(_sum(fused.interact, _interact, weights, Pairs(xs, ys, vs, rows, cols)))
+    xs, ys, back = _both(x, y)
+    return back(_all(fused.interact, _interact, weights, Pairs(xs, ys, vs, rows, cols)))
 
 
 def _interact(weights: Weights, pairs: Pairs) -> Blocks:
@@ -219,6 +221,19 @@ def _interact(weights: Weights, pairs: Pairs) -> Blocks:
         return out
 
     return reduce_rows(strip, (xs, list(rows)), ys[0].shape[0])
+
+
+def _all(kernel: Any, strips: Any, weights: Weights, pairs: Pairs, log: bool = False) -> Any:
+    """The sum over all columns, from whichever devices they are on."""
+    xs, ys, vs, rows, cols = pairs
+
+    def part(centres: Blocks, own: Any, others: Any) -> Any:
+        (xs, rows), (ys, vs, cols) = own, others
+        near = _around(centres, xs, ys)
+        return _sum(kernel, strips, weights, Pairs(*near, vs, rows, cols))
+
+    mean = lambda others: _means(others[0])
+    return sharding.over_columns(part, (xs, rows), (ys, vs, cols), mean, log=log)
 
 
 def _sum(kernel: Any, strips: Any, weights: Weights, pairs: Pairs) -> Any:
@@ -267,25 +282,37 @@ def mixing(
     cols: Vectors = (),
 ) -> Mixing:
     """What `interact` does to few particles: sums of such matrices cost nothing, `mixed` does them all in one pass."""
-    pair = _weigh(weights, sqdist(x, y), rows, cols)
-    b = pair if values is None else pair[1]
-    return Mixing(jnp.diag(jnp.sum(b, 1)) - b, None if values is None else pair[0])
+    if y is not x:
+        raise OptionError("mixing is within one cloud; use interact for two")
+
+    def matrices(add: Any, xs: Blocks, rows: Vectors, cols: Vectors) -> Mixing:
+        pair = _weigh(weights, _few_sqdist(add, xs), rows, cols)
+        b = pair if values is None else pair[1]
+        return Mixing(jnp.diag(jnp.sum(b, 1)) - b, None if values is None else pair[0])
+
+    return sharding.by_coordinates(matrices, (_blocks(x)[0],), (rows, cols), "same")
 
 
 def mixed(x: PyTree, values: PyTree, how: Mixing) -> PyTree:
     """left @ (x - mean of x) + right @ values."""
     xs, back = _blocks(x)
-    if how.right is None:
-        return back(skinny.mix(how.left, xs))
-    return back(skinny.mix(how.left, xs, how.right, _blocks(values)[0]))
+    vs = None if how.right is None else _blocks(values)[0]
+
+    def moved(add: Any, xs: Blocks, vs: Blocks | None, how: Mixing) -> Blocks:
+        return skinny.mix(how.left, xs, how.right, vs)
+
+    return back(sharding.by_coordinates(moved, (xs, vs), same=(how,)))
+
+
+def _few_reduce(how: Any, x: PyTree, weights: Weights, rows: Vectors, cols: Vectors) -> Array:
+    def reduced(add: Any, xs: Blocks, rows: Vectors, cols: Vectors) -> Array:
+        return how(_weigh(weights, _few_sqdist(add, xs), rows, cols), axis=1)
+
+    return sharding.by_coordinates(reduced, (_blocks(x)[0],), (rows, cols), "rows")
 
 
 def total(
-    x: PyTree,
-    y: PyTree,
-    weights: Weights,
-    rows: Vectors = (),
-    cols: Vectors = (),
+    x: PyTree, y: PyTree, weights: Weights, rows: Vectors = (), cols: Vectors = ()
 ) -> Float[Array, " M"]:
     """sum_j weights(r2_ij, *rows_i, *cols_j) for every i.
 
@@ -294,10 +321,10 @@ def total(
     [1.0, 1.0]
     """
     if _few(x, y):
-        return jnp.sum(_weigh(weights, _few_sqdist(_blocks(x)[0]), rows, cols), 1)
-    xs, ys, _ = _centred(x, y)
+        return _few_reduce(jnp.sum, x, weights, rows, cols)
+    xs, ys, _ = _both(x, y)
     strips = functools.partial(_total, jnp.sum)
-    return _sum(fused.total, strips, weights, Pairs(xs, ys, None, rows, cols))
+    return _all(fused.total, strips, weights, Pairs(xs, ys, None, rows, cols))
 
 
 def _total(how: Any, weights: Weights, pairs: Pairs) -> Array:
@@ -313,90 +340,8 @@ def _total(how: Any, weights: Weights, pairs: Pairs) -> Array:
 def logsumexp(x: PyTree, y: PyTree, weights: Weights, cols: Vectors = ()) -> Float[Array, " M"]:
     """log sum_j exp weights(r2_ij, *cols_j) for every i, without overflow."""
     if _few(x, y):
-        return jax.nn.logsumexp(_weigh(weights, _few_sqdist(_blocks(x)[0]), (), cols), axis=1)
-    xs, ys, _ = _centred(x, y)
+        return _few_reduce(jax.nn.logsumexp, x, weights, (), cols)
+    xs, ys, _ = _both(x, y)
     strips = functools.partial(_total, jax.nn.logsumexp)
-    return _sum(fused.logsumexp, strips, weights, Pairs(xs, ys, None, (), cols))
-
-
-def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) -> Float[Array, ""]:
-    """Exact squared median distance over distinct pairs, without a sort: some ten counting passes.
-
-    `itself` counts all M^2 entries with the zero diagonal, as the reference SVGD code does;
-    `of_squares` averages the two middle squares of an even number, and not the distances.
-    """
-    few = _few(x, x)
-    xs = _blocks(x)[0] if few else _centred(x, x)[0]
-    xs = lax.stop_gradient(xs)
-    num = xs[0].shape[0]
-    if num > 46340:
-        raise OptionError(
-            f"the exact median over {num} particles needs more pairs than a 32-bit count holds; "
-            "take a median over a subsample, for instance Median(subsample=512)"
-        )
-    entries = num * num if itself else num * (num - 1)
-    rank, even = (entries + 1) // 2, entries % 2 == 0
-
-    def fast(xs: Blocks) -> tuple[Array, Array]:
-        lower, upper = radix.middle(xs[0], rank if itself else rank + num)
-        return lower, upper if even else lower
-
-    # Among the M zeros of the diagonal and two copies of every pair.
-    places = [(place - (num if itself else 0) - 1) // 2 for place in (rank, rank + even)]
-    plain = functools.partial(_middle, places, few)
-    fits = not few and len(xs) == 1 and radix.suits(xs[0])
-    lower, upper = gpu.choose(fits, fast, plain, xs)
-    if of_squares:
-        return (lower + upper) / 2
-    return ((jnp.sqrt(lower) + jnp.sqrt(upper)) / 2) ** 2
-
-
-def _middle(places: list[int], few: bool, xs: Blocks) -> tuple[Array, Array]:
-    """The squared distances at one or two adjacent places in the order of all pairs i < j; below 0 there are zeros."""
-    num, zero = xs[0].shape[0], jnp.zeros((), xs[0].dtype)
-    pairs, place = num * (num - 1) // 2, max(places[0], 0)
-    cheap = len(xs) == 1 and xs[0].shape[1] <= DIRECT_DIM and _on_cpu()
-    if num * num <= min(_strip_elements(), HALF_ELEMENTS) and not (cheap and num > CIRCLE):
-        r2 = _few_sqdist(xs) if few else _sqdist(xs, xs)
-        # The barrier keeps one rounding of the distances for all passes.
-        half = lax.optimization_barrier(r2.ravel()[selection.upper(num)])
-        found = (selection.bisected if _on_cpu() else selection.by_sort)(half, place)
-    else:
-        look = circle.look(xs[0]) if cheap else _look_in_strips(xs)
-        found = selection.adjacent(look, pairs, place, _some_sqdist(xs, pairs))
-    lower, upper = (zero if p < 0 else found[p - place] for p in places)
-    return lower, upper
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
-
-
-def _sample_size(pairs: int) -> int:
-    return min(selection.SAMPLE, max(64, pairs // 16))
-
-
-def _some_sqdist(xs: Blocks, pairs: int) -> Array:
-    rows, others = circle.sample(len(xs[0]), _sample_size(pairs))
-    parts = [jnp.sum((x[rows] - x[others]) ** 2, 1) for x in xs]
-    return sum(parts[1:], parts[0])
-
-
-def _look_in_strips(xs: Blocks) -> selection.Look:
-    """Passes over the pairs i < j with distances computed anew in each."""
-    num = len(xs[0])
-
-    def look(pivot: Array) -> tuple[Array, Array]:
-        def strip(part: Any) -> tuple[Array, Array]:
-            rows, own = part
-            after = own[:, None] < jnp.arange(num)[None, :]
-            r2 = jnp.where(after, _sqdist(rows, xs), jnp.inf)
-            under = r2 <= pivot
-            # By a matvec, over twice as fast as by a sum.
-            counts = under.astype(jnp.float32) @ jnp.ones(num, jnp.float32)
-            return counts, jnp.min(jnp.where(under, jnp.inf, r2), 1)
-
-        counts, least = reduce_rows(strip, (xs, jnp.arange(num)), num)
-        return jnp.sum(counts.astype(jnp.int32)), jnp.min(least)
-
-    return look
+    pairs = Pairs(xs, ys, None, (), cols)
+    return _all(fused.logsumexp, strips, weights, pairs, log=True)

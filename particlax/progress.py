@@ -2,9 +2,10 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from particlax.placement import here
 
 
 class Bar:
@@ -31,6 +32,7 @@ class Bar:
 
     def update(self, done: int, seconds: float, log_density: Array) -> None:
         if not self.bar.disable:
-            note = f"mean log density {float(jnp.mean(log_density)):.4g}"
+            # What this process has: a mean over all would wait for processes that show no bar.
+            note = f"mean log density {float(here(log_density).mean()):.4g}"
             rate = f"{(done - self.before) / seconds:.0f}/s"
             self.bar.update(self.task, completed=done, rate=rate, note=note)

@@ -14,17 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from particlax import placement
 from particlax.checkpoints import Checkpoints
-from particlax.checks import as_key, refuse_not_finite, whole
+from particlax.checks import as_key, whole
 from particlax.data import Minibatches
 from particlax.engine import Clock, Fixed, Replaced, Taken, advance, advance_mending, copy
-from particlax.errors import DataError, NonFiniteError, OptionError, expect, known_options, one_of
+from particlax.errors import NonFiniteError, OptionError, expect, known_options, one_of
 from particlax.fingerprint import describe_run
 from particlax.flow import Flow, State
+from particlax.particles import num_particles
+from particlax.processes import Team
 from particlax.progress import Bar
 from particlax.saver import Begun, NoSaver, Saver
+from particlax.sources import check_stream, checked_data
 from particlax.streams import Feed, Stream
-from particlax.target import num_rows
 
 __all__ = ["History", "Result", "Snapshot", "run"]
 
@@ -96,6 +99,7 @@ def run(
     checkpoint: str | os.PathLike | Checkpoints | None = None,
     every: int | str | None = None,
     on_nonfinite: str = "stop",
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Result:
     """Take `steps` steps of `flow` from `particles`, or go on from the `state` of an earlier result.
 
@@ -107,6 +111,9 @@ def run(
     `checkpoint` is a folder (or `px.Checkpoints`) to which the state is saved `every` so many steps or minutes ("5min"); the same
     command again goes on from there. `on_nonfinite="replace"` replaces particles that are not finite by a
     neighbour's copy, where "stop" ends the run.
+
+    `mesh` has an axis "particles", along which the particles are divided among devices, and perhaps an axis "data", along which
+    each batch is: jax.make_mesh((8,), ("particles",)). The result is the same, to rounding.
 
     >>> import particlax as px
     >>> target = px.Target(lambda x: -0.5 * jnp.sum(x**2))
@@ -123,40 +130,49 @@ def run(
     one_of("on_nonfinite", on_nonfinite, ("stop", "replace"))
     expect("flow", flow, Flow, "px.svgd(target, optimizer=optax.adam(0.05))")
     watching = [observers] if callable(observers) else list(observers)
-    key, saver = as_key(key), _saver(checkpoint, every, thin)
+    key, saving = as_key(key), _checkpoints(checkpoint, every, thin)
+    particles = particles if mesh is None else placement.loosened(particles)
     state = _resumed(flow, particles) if isinstance(particles, State) else flow.init(particles)
     if thin and state.shared is not None:
         raise OptionError(
             "thin keeps clouds along the way, but not the leaves that they share, without which they mean nothing; leave "
             "thin out, and keep what you need with an observer"
         )
-    first = int(state.step)
-    with saver:
+    first, layout = int(state.step), None
+    if mesh is not None:
+        layout = placement.layout_of(mesh, state, num_particles(state.particles))
+        arrays = None if isinstance(data, Stream) else data
+        given = {"particles": state, "keys": key, "data": arrays}
+        placement.refuse_different(layout, given)
+        state, key = placement.put(layout, state), placement.replicated(layout, key)
+    saver = NoSaver(layout) if saving is None else Saver(saving, layout)
+    team = Team() if layout is None else layout.team
+    with saver, team.noticing(saver.again):
         begun = saver.begin(lambda: describe_run(flow, state, data, key), state, first + steps)
-        task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite)
+        task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite, layout)
         # An observer had ended the run: without observers nobody is left who would stop it again.
         begun = begun._replace(stopped=begun.stopped and bool(watching))
         with task.source(begun, data), Bar(steps, progress, int(begun.state.step) - first) as bar:
             return task.run(begun, saver, bar)
 
 
-def _saver(checkpoint: Any, every: int | str | None, thin: int | None) -> Saver | NoSaver:
+def _checkpoints(checkpoint: Any, every: int | str | None, thin: int | None) -> Checkpoints | None:
     if checkpoint is None:
         if every is not None:
             raise OptionError(f"every is {every!r} without a checkpoint; add checkpoint='a folder'")
-        return NoSaver()
+        return None
     if thin:
         raise OptionError(
             "thin keeps clouds in memory, where a checkpoint cannot find them again; leave thin out and write what you need to "
             "a file of your own with an observer, or leave checkpoint out"
         )
     if not isinstance(checkpoint, Checkpoints):
-        return Saver(Checkpoints(checkpoint, "5min" if every is None else every))
+        return Checkpoints(checkpoint, "5min" if every is None else every)
     if every is not None:
         raise OptionError(
             "every came beside px.Checkpoints; give it there: px.Checkpoints(folder, every=...)"
         )
-    return Saver(checkpoint)
+    return checkpoint
 
 
 @dataclasses.dataclass
@@ -171,11 +187,14 @@ class _Task:
     watching: list[Callable[[Snapshot], Any]]
     observe_every: int | None
     on_nonfinite: str
+    layout: placement.Layout | None = None
     feed: Feed | None = None
     data: Any = None
 
     def __post_init__(self) -> None:
         self.last = self.first + self.steps
+        self.team = Team() if self.layout is None else self.layout.team
+        self.flow = placement.replicated(self.layout, self.flow)  # its arrays, if it has any
         # Noise is folded from the key by step number; batches have the stream of a step never reached.
         self.data_key = jax.random.fold_in(self.key, 2**31 - 1)
 
@@ -183,17 +202,18 @@ class _Task:
     def source(self, begun: Begun, data: Any) -> Any:
         """The data of the run, checked; streams are open while the run goes on."""
         if not isinstance(data, Stream):
-            self.data = _checked_data(self.flow, begun.state, data, self.key)
+            data = checked_data(self.flow, begun.state, data, self.key)
+            self.data = placement.replicated(self.layout, data)
             yield
             return
         if self.steps == 0:  # there is no first batch to look at
             yield
             return
         span = (self.first, int(begun.state.step), self.last)
-        feed = Feed(data, self.data_key, span, begun.position)
+        feed = Feed(data, self.data_key, span, begun.position, self.layout)
         self.feed = feed
         try:
-            _check_stream(self.flow, begun.state, data, feed, self.key)
+            check_stream(self.flow, begun.state, data, feed, self.key)
             yield
         finally:
             feed.close()
@@ -206,7 +226,8 @@ class _Task:
         keeper = _Keeper(state, self.thin, self.steps)
         while pace.done < self.steps and not stopped:
             step = self.first + pace.done
-            size = min(pace.next(), keeper.room(step), saver.room(step), self._room(step))
+            room = functools.partial(self._room, step, pace, keeper, saver)
+            size = min(self.team.each(room))  # all take the same steps, whatever their clocks say
             try:
                 taken = self._advance(state, step, size, keeper, replaced)
             except NonFiniteError as error:
@@ -219,20 +240,24 @@ class _Task:
             shown = functools.partial(self._shown, state, log_density, seconds)
             if taken.steps and pace.due():
                 stopped = _observe(self.watching, shown)
+            stopped = any(self.team.each(functools.partial(bool, stopped)))
             place = self.feed.position(step + taken.steps) if self.feed else None
             here = Begun(state, log_density, replaced, place, stopped)
             saver.look(here, end=stopped or pace.done == self.steps, snapshot=shown)
         seconds = time.perf_counter() - began
         return Result(state, log_density, keeper.history(), seconds, stopped, tuple(replaced))
 
-    def _room(self, step: int) -> int:
-        return self.feed.room(step) if self.feed else 1 << 30
+    def _room(self, step: int, pace: "_Pace", keeper: "_Keeper", saver: Saver | NoSaver) -> int:
+        fed = self.feed.room(step) if self.feed else 1 << 30
+        return min(pace.next(), keeper.room(step), saver.room(step), fed)
 
     def _advance(
         self, state: State, step: int, size: int, keeper: "_Keeper", replaced: list[Replaced]
     ) -> Taken:
-        data = self.feed.at(step) if self.feed else self.data
-        fixed = Fixed(self.flow, data, self.key, self.data_key)
+        data = self.data
+        if self.feed:
+            data = self.feed.at(step)
+        fixed = Fixed(self.flow, data, self.key, self.data_key, self.layout)
         clock = Clock(jnp.int32(max(keeper.thin, 1)), keeper.rows)
         if self.on_nonfinite == "replace":
             return advance_mending(fixed, state, size, clock, replaced)
@@ -295,7 +320,7 @@ class _Keeper:
         steps = np.arange(start + 1, start + size + 1, dtype=np.int64)
         steps = steps[steps % self.thin == 0]
         self.steps.append(steps)
-        self.clouds.append(jax.tree.map(lambda rows: np.asarray(rows[: len(steps)]), buffer))
+        self.clouds.append(jax.tree.map(lambda rows: placement.on_host(rows[: len(steps)]), buffer))
 
     def history(self) -> History | None:
         if not self.thin:
@@ -322,36 +347,3 @@ def _resumed(flow: Flow, state: State) -> State:
             "state.particles"
         )
     return copy(state)
-
-
-def _checked_data(flow: Flow, state: State, data: Any, key: Array) -> Any:
-    wanted = flow.target.num_data
-    if wanted is None or data is None:
-        return data  # the target itself says what is missing or too much, at the first step
-    if isinstance(data, Minibatches):
-        num, arrays = data.num_data, data.arrays
-        batch = jax.eval_shape(data.batch, key, state.step)
-    else:
-        batch = arrays = data = jax.tree.map(jnp.asarray, data)
-        num = num_rows(data)
-        refuse_not_finite("the data", data)
-    _refuse_other_size(num, wanted)
-    flow.check_data(state, batch, arrays)
-    return data
-
-
-def _check_stream(flow: Flow, state: State, data: Stream, feed: Feed, key: Array) -> None:
-    if flow.target.num_data is None:
-        return
-    _refuse_other_size(data.num_data, flow.target.num_data)
-    see = lambda batch: batch if data.transform is None else data.transform(key, batch)
-    batch = jax.eval_shape(see, feed.example)
-    flow.check_data(state, batch, feed.example if data.ready_made else data.source)
-
-
-def _refuse_other_size(num: int, wanted: int) -> None:
-    if num != wanted:
-        raise DataError(
-            f"the data have {num} rows but the target was made with num_data={wanted}; expected the same "
-            "number, since the likelihood is scaled by num_data / batch size"
-        )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from particlax import placement
 from particlax.checkpoints import (
     EXIT_SAVED,
     Checkpoints,
@@ -23,11 +24,13 @@ from particlax.checkpoints import (
     values,
 )
 from particlax.engine import Replaced, copy
-from particlax.errors import CheckpointError, NonFiniteError
+from particlax.errors import CheckpointError, LostError, NonFiniteError
 from particlax.fingerprint import differences
 from particlax.flow import State
-from particlax.folder import Folder
+from particlax.folder import DamagedError, Folder
 from particlax.particles import num_particles
+from particlax.placement import Layout
+from particlax.processes import Team
 from particlax.store import Store, read
 
 
@@ -42,14 +45,17 @@ class Begun(NamedTuple):
     """Whether an observer has ended the run already."""
 
 
-def fresh(state: State) -> Begun:
+def fresh(state: State, layout: Layout | None = None) -> Begun:
     """The beginning."""
-    num = num_particles(state.particles)
-    return Begun(state, jnp.full(num, jnp.nan, jnp.result_type(float)), [])
+    unknown = jnp.full(num_particles(state.particles), jnp.nan, jnp.result_type(float))
+    return Begun(state, placement.rows(layout, unknown), [])
 
 
 class NoSaver:
     """A run without checkpoints."""
+
+    def __init__(self, layout: Layout | None = None):
+        self.layout = layout
 
     def __enter__(self) -> "NoSaver":
         return self
@@ -59,7 +65,7 @@ class NoSaver:
 
     def begin(self, config: Any, state: State, last: int) -> Begun:
         """The beginning, always."""
-        return fresh(state)
+        return fresh(state, self.layout)
 
     def room(self, step: int) -> int:
         """Any number of steps."""
@@ -72,12 +78,17 @@ class NoSaver:
         """The error as it is."""
         return error
 
+    def again(self) -> str:
+        """How to go on after another process was lost."""
+        return "Run the same command again in all processes; with checkpoint='a folder' it would go on where it was"
+
 
 class Saver:
     """A run with checkpoints, as a context: it holds the folder's lock and the handlers of signals."""
 
-    def __init__(self, options: Checkpoints):
-        self.options = options
+    def __init__(self, options: Checkpoints, layout: Layout | None = None):
+        self.options, self.layout = options, layout
+        self.team = Team() if layout is None else layout.team
         self.folder = Folder(options.folder)
         self.signals = _Signals()
         timed = isinstance(options.every, str)
@@ -89,9 +100,11 @@ class Saver:
         self.known: dict[int, float] = {}
 
     def __enter__(self) -> "Saver":
-        self.folder.lock()
+        holder = self.team.by_first(self.folder.lock)
         try:
-            self.store = Store(self.folder)
+            if self.team.several:
+                self.team.each(lambda: self.folder.find(holder))
+            self.store = Store(self.folder, self.team)
         except BaseException:
             self.folder.unlock()
             raise
@@ -102,13 +115,17 @@ class Saver:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         assert self.store is not None
         try:
-            self.store.wait()
+            if error is None:
+                self.store.wait()
+            elif not isinstance(error, LostError):  # Orbax would wait for the lost process
+                self.store.settle()
         except CheckpointError as failure:
             if error is None:
                 raise
             say(str(failure))  # the error on its way out is the one to see
         finally:
-            self.store.close()
+            if not isinstance(error, LostError):
+                self.store.close()
             self.folder.unlock()
             self.signals.stop()
         if error is None and self.signals.came is not None:
@@ -120,29 +137,51 @@ class Saver:
 
     def begin(self, config: Callable[[], dict[str, str]], state: State, last: int) -> Begun:
         """The state of the last good checkpoint, or `state`, the beginning, if there is none."""
-        self.config, first = config(), int(state.step)
-        found = self.folder.steps()
-        if not found:
-            return fresh(state)
-        step, manifest = newest_good(self.folder)
-        self._refuse_other_runs(step, manifest, first, last)
-        begun = fresh(state)
+        self.config, begun = config(), fresh(state, self.layout)
+        step = self.team.by_first(self._newest)
+        if step is None:
+            return begun
         like = {"log_density": begun.log_density, "state": state}
-        refuse_misfit(self.folder.path, manifest, like)
-        leaves = read(self.folder, step, manifest["leaves"], jax.tree.leaves(like))
+        self.team.each(lambda: self._refuse_others(step, int(state.step), last, like))
+        manifest = self.folder.manifest(step)
+        leaves = read(self.folder, step, manifest["leaves"], jax.tree.leaves(like), self.team)
         # Copied: arrays made from files cannot always be donated, and would be held twice.
         tree = copy(jax.tree.unflatten(jax.tree.structure(like), leaves))
-        for later in found:
-            if later > step:
-                self.folder.set_aside(later)
+        tree["state"] = placement.put(self.layout, tree["state"])  # leaves without elements, too
+        self.team.by_first(lambda: self._set_aside_after(step))
         self.saved, self.known = step, values(self.folder)
         replaced = [Replaced(*entry) for entry in manifest["replaced"]]
         ended = step >= last or manifest["stopped"]
         verb = "finished" if ended else "resuming"
-        say(f"{verb} at step {step} of {last}{':' if ended else ' from'} {self.folder.home(step)}")
+        where = f"{':' if ended else ' from'} {self.folder.home(step)}"
+        self._say(f"{verb} at step {step} of {last}{where}")
         return Begun(
             tree["state"], tree["log_density"], replaced, manifest["position"], manifest["stopped"]
         )
+
+    def _newest(self) -> int | None:
+        return newest_good(self.folder)[0] if self.folder.steps() else None
+
+    def _set_aside_after(self, step: int) -> None:
+        for later in self.folder.steps():
+            if later > step:
+                self.folder.set_aside(later)
+
+    def _say(self, line: str) -> None:
+        if self.team.first:
+            say(line)
+
+    def _refuse_others(self, step: int, first: int, last: int, like: Any) -> None:
+        """Refuse a checkpoint that is of another run, by its manifest."""
+        try:
+            manifest = self.folder.manifest(step)
+        except DamagedError as damage:
+            raise CheckpointError(
+                f"the first process found {self.folder.home(step)}, but here {damage}; expected one folder, on a disk that all "
+                "machines share"
+            ) from None
+        self._refuse_other_runs(step, manifest, first, last)
+        refuse_misfit(self.folder.path, manifest, like)
 
     def _refuse_other_runs(
         self, step: int, manifest: dict[str, Any], first: int, last: int
@@ -171,8 +210,10 @@ class Saver:
 
     def look(self, begun: Begun, *, end: bool, snapshot: Callable[[], Any]) -> None:
         """Save if it is time to, if the run ends or if a signal came; answer the signal."""
-        step, came = int(begun.state.step), self.signals.came
-        late = time.perf_counter() - self.mark > self.interval
+        step, late = int(begun.state.step), time.perf_counter() - self.mark > self.interval
+        # The first process has the clock; a signal to one is a signal to all.
+        notes = self.team.each(lambda: [late, self.signals.came])
+        late, came = notes[0][0], next((came for _, came in notes if came is not None), None)
         on_time = bool(self.steps) and step % self.steps == 0
         if step != self.saved and (on_time or late or end or came is not None):
             self._save(begun, step, snapshot)
@@ -241,17 +282,26 @@ class Saver:
         try:
             self.store.wait()
         except CheckpointError as failure:
-            say(str(failure))
+            self._say(str(failure))
         error.checkpoint = self._last()
         where = f"The last good checkpoint is {error.checkpoint}"
         error.args = (f"{error}. {where if error.checkpoint else 'There is no checkpoint yet'}",)
         return error
 
+    def again(self) -> str:
+        """How to go on after another process was lost."""
+        where = f"Run the same command again in all processes to go on from the last good checkpoint in {self.folder.path}"
+        return (
+            where
+            if self._last()
+            else "Run the same command again in all processes; there is no checkpoint yet"
+        )
+
     def _answer(self, came: int, state: State) -> None:
         path = self.folder.home(int(state.step))
         again = f"saved step {int(state.step)} to {path}; run the same command again to go on"
         if came == signal.SIGTERM:
-            say(f"told to end (SIGTERM): {again}")
+            self._say(f"told to end (SIGTERM): {again}")
             raise SystemExit(EXIT_SAVED)
         raise Interrupted(f"interrupted: {again}", state=copy(state), checkpoint=str(path))
 

@@ -1,6 +1,7 @@
 """Arrays to and from a folder of checkpoints: Orbax writes and reads them, in the background, and nothing is pickled."""
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -15,6 +16,12 @@ from jaxtyping import Array, PyTree
 
 from particlax.errors import CheckpointError
 from particlax.folder import ARRAYS, Folder
+from particlax.processes import Team
+
+ALONE = Team()
+WAIT_SECONDS = 600
+"""How long processes wait for each other to write their parts of a checkpoint."""
+_barriers = itertools.count()
 
 
 def _orbax() -> Any:
@@ -27,18 +34,33 @@ def _orbax() -> Any:
     return orbax.checkpoint
 
 
-def _checkpointer() -> Any:
+def _checkpointer(team: Team) -> Any:
+    """Orbax for one process alone, or for all, each of which writes and reads its own parts of arrays."""
+    options = _orbax().options
+    alone = {"primary_host": jax.process_index(), "active_processes": {jax.process_index()}}
+    who = options.MultiprocessingOptions(**({} if team.several else alone))
     # A file for each array. One database for all of them (OCDBT) would lose about a kilobyte for each array and save.
-    handler = _orbax().PyTreeCheckpointHandler(use_ocdbt=False)
-    return _orbax().AsyncCheckpointer(handler)
+    handler = _orbax().PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=who)
+    waiting = options.AsyncOptions(timeout_secs=WAIT_SECONDS, barrier_sync_fn=_barrier(who))
+    return _orbax().AsyncCheckpointer(handler, async_options=waiting, multiprocessing_options=who)
+
+
+def _barrier(who: Any) -> Any:
+    """Orbax's wait for the other processes, each time under another name: its own are the same for every checkpoint."""
+    wait = _orbax().multihost.get_barrier_sync_fn(processes=who.active_processes)
+
+    def barrier(*, key: str, timeout_ms: int) -> None:
+        wait(key=f"particlax {key} {next(_barriers)}", timeout_ms=timeout_ms)
+
+    return barrier
 
 
 class Store:
     """Writes checkpoints, one at a time, while the run goes on."""
 
-    def __init__(self, folder: Folder):
-        self.folder = folder
-        self.orbax = _checkpointer()
+    def __init__(self, folder: Folder, team: Team = ALONE):
+        self.folder, self.team = folder, team
+        self.orbax = _checkpointer(team)
         self.quiet = contextlib.ExitStack()
         self.quiet.enter_context(_quiet())
         self.thread: threading.Thread | None = None
@@ -50,25 +72,36 @@ class Store:
         self.wait()
         arrays, leaves = encode(tree)
         self.step = step
+        place = self.folder.unfinished(step) / ARRAYS
+        self.team.by_first(self._begin)
         try:
-            place = (self.folder.begin(step) / ARRAYS).absolute()
-            self.orbax.save(str(place), args=_orbax().args.PyTreeSave(arrays))
+            self.orbax.save(str(place.absolute()), args=_orbax().args.PyTreeSave(arrays))
         except Exception as error:
             raise self._failed(error) from error
         work = lambda: self._finish(step, {**content, "leaves": leaves}, then)
         self.thread = threading.Thread(target=work, name="particlax-checkpoint")
         self.thread.start()
 
+    def _begin(self) -> None:
+        try:
+            self.folder.begin(self.step)
+        except OSError as error:
+            raise self._failed(error) from error
+
     def _finish(self, step: int, content: dict, then: Callable[[], None]) -> None:
         try:
-            self.orbax.wait_until_finished()
-            self.folder.seal(step, content)
-            then()
+            self.orbax.wait_until_finished()  # and so have all processes
+            if self.team.first:
+                self.folder.seal(step, content)
+                then()
         except BaseException as error:
             self.error = error
 
     def wait(self) -> None:
         """Wait for the checkpoint under way; `CheckpointError` if it could not be written."""
+        self.team.each(self._joined)
+
+    def _joined(self) -> None:
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -76,8 +109,13 @@ class Store:
             error, self.error = self.error, None
             raise self._failed(error) from error
 
+    def settle(self) -> None:
+        """Wait without telling other processes: on the way out of an error that they may not have."""
+        self._joined()
+
     def _failed(self, error: BaseException) -> CheckpointError:
-        self.folder.abandon(self.step)
+        if self.team.first:
+            self.folder.abandon(self.step)
         reason = " ".join(str(error).split()) or type(error).__name__
         # TensorStore says it in the middle of a page about where.
         if code := re.search(r"os_error_code='(\d+)'", reason):
@@ -105,7 +143,8 @@ def _quiet() -> Iterator[None]:
 
 def _on_host(array: Array) -> Any:
     """Whole arrays as NumPy's. (Orbax asks TensorStore for statistics when it writes JAX's, which leaks memory.)"""
-    return np.asarray(array) if array.is_fully_addressable else array
+    whole = array.is_fully_addressable or array.is_fully_replicated
+    return np.asarray(array) if whole else array
 
 
 def encode(tree: PyTree) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -137,7 +176,11 @@ def decode(arrays: dict[str, Any], leaves: list[dict[str, Any]]) -> list[Any]:
 
 
 def read(
-    folder: Folder, step: int, leaves: list[dict[str, Any]], like: list[Any] | None
+    folder: Folder,
+    step: int,
+    leaves: list[dict[str, Any]],
+    like: list[Any] | None,
+    team: Team = ALONE,
 ) -> list[Any]:
     """The leaves of a verified checkpoint, placed on devices as those of `like`; without it as NumPy arrays."""
     wanted = {
@@ -147,7 +190,7 @@ def read(
     }
     place = (folder.home(step) / ARRAYS).absolute()
     how = _orbax().checkpoint_utils.construct_restore_args(wanted)
-    with _quiet(), contextlib.closing(_checkpointer()) as orbax:
+    with _quiet(), contextlib.closing(_checkpointer(team)) as orbax:
         read = orbax.restore(str(place), args=_orbax().args.PyTreeRestore(wanted, restore_args=how))
     return decode(read, leaves)
 
@@ -162,7 +205,9 @@ def _empty(entry: dict[str, Any]) -> Array:
 
 def _placed(entry: dict[str, Any], like: Any) -> jax.ShapeDtypeStruct:
     plain = jax.random.key_data(like) if _is_key(like) and isinstance(like, jax.Array) else like
-    here = getattr(plain, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = getattr(plain, "sharding", None) or jax.sharding.SingleDeviceSharding(
+        jax.local_devices()[0]
+    )
     return jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]), sharding=here)
 
 

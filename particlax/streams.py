@@ -15,6 +15,8 @@ from jaxtyping import Array, Int, Key, PyTree
 from particlax.checks import whole
 from particlax.data import batch_rows, check_batch, transformed
 from particlax.errors import DataError, known_options
+from particlax.placement import Layout
+from particlax.sharding import Shares
 from particlax.target import num_rows
 
 __all__ = ["Stream"]
@@ -95,7 +97,12 @@ class Feed:
     """
 
     def __init__(
-        self, stream: Stream, key: Array, span: tuple[int, int, int], position: Any = None
+        self,
+        stream: Stream,
+        key: Array,
+        span: tuple[int, int, int],
+        position: Any = None,
+        layout: Layout | None = None,
     ):
         first, step, self.last = span
         self.stream, total = stream, self.last - first
@@ -106,6 +113,7 @@ class Feed:
         # Threads start without the settings of the one that made them.
         self.x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore
         self.example = self.batches.example()
+        self.shares = None if layout is None else Shares(layout, num_rows(self.example))
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.example))
         room, wanted = max(1, STREAM_BYTES // max(size, 1)), max(1, min(total, LONGEST))
         self.rows = 1 << min(
@@ -147,11 +155,17 @@ class Feed:
         if count < 1:
             return None
         with jax.enable_x64(self.x64):
-            stacked = self.batches.stack(step, count)
+            rows = None if self.shares is None else self.shares.rows
+            stacked = self.batches.stack(step, count, rows)
             _refuse_bad_numbers(stacked, step)
             fill = lambda leaf: np.zeros((self.rows - count, *leaf.shape[1:]), leaf.dtype)
             full = jax.tree.map(lambda leaf: np.concatenate([leaf, fill(leaf)]), stacked)
-            return jax.device_put(full if count < self.rows else stacked)
+            full = full if count < self.rows else stacked
+            return (
+                jax.device_put(full)
+                if self.shares is None
+                else jax.tree.map(self.shares.spread, full)
+            )
 
 
 class _Load(threading.Thread):
@@ -190,7 +204,10 @@ class _Gathered:
         self.size, self.num = int(stream.batch_size or 0), stream.num_data
         # The row numbers are worked out on the host: a device would do it after the chunk it is busy with.
         self.host = jax.local_devices(backend="cpu")[0]
-        self.key = jax.device_put(key, self.host)
+        data = np.asarray(jax.random.key_data(key))  # wherever it is, in whichever process
+        self.key = jax.random.wrap_key_data(
+            jax.device_put(data, self.host), impl=jax.random.key_impl(key)
+        )
 
     def example(self) -> PyTree:
         """A batch by shape and dtype."""
@@ -200,12 +217,13 @@ class _Gathered:
         ]
         return jax.tree.unflatten(self.structure, shapes)
 
-    def stack(self, step: int, count: int) -> PyTree:
-        """The batches of `count` steps, stacked."""
+    def stack(self, step: int, count: int, places: np.ndarray | None) -> PyTree:
+        """The batches of `count` steps, stacked: all of them, or their rows at some places."""
         with jax.default_device(self.host):
             # A power of two: few shapes to compile for.
             steps = np.arange(step, step + (1 << (count - 1).bit_length()), dtype=np.int32)
             rows = np.asarray(_rows_of(self.key, steps, self.size, self.num))[:count]
+            rows = rows if places is None else rows[:, places]
         # In the order of the file, each row once: kind to disks, and all that some formats allow.
         wanted, back = np.unique(rows, return_inverse=True)
         pairs = zip(self.leaves, self.dtypes, strict=True)
@@ -265,8 +283,8 @@ class _Ready:
         self.shape = _shapes(self.first)
         return self.first
 
-    def stack(self, step: int, count: int) -> PyTree:
-        """The batches of `count` steps, stacked."""
+    def stack(self, step: int, count: int, places: np.ndarray | None) -> PyTree:
+        """The batches of `count` steps, stacked: all of them, or their rows at some places."""
         batches = []
         for now in range(step, step + count):
             batch = self.first if now == self.step else self._next(now)
@@ -275,7 +293,8 @@ class _Ready:
                     f"the batch of step {now} has {_shapes(batch)[1]} but the first had {self.shape[1]}; expected batches of one "
                     "shape. Drop the remainder of an epoch"
                 )
-            batches.append(batch)
+            own = lambda leaf: leaf if places is None else leaf[places]
+            batches.append(jax.tree.map(own, batch))
             self.places[now + 1] = self._place()
         return jax.tree.map(lambda *parts: np.stack(parts), *batches)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
+from particlax import sharding
 from particlax.errors import DataError, OptionError, TargetError, known_options
 from particlax.particles import join, num_particles
 
@@ -158,13 +159,18 @@ class Target(eqx.Module):
         if shared is not None:
             return self._evaluate_shared(particles, shared, batch, carried, key)
         if not self.stateful:
-            values, scores = jax.vmap(jax.value_and_grad(self), (0, None))(particles, batch)
+            many = jax.vmap(jax.value_and_grad(self), (0, None))
+            values, scores = sharding.by_rows(lambda own: many(own, batch), particles)
             return Evaluated(values, scores, carried)
         assert key is not None
         place = jnp.arange(num_particles(particles))
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, place)
         one = jax.value_and_grad(self._value, has_aux=True)
-        (values, carried), scores = jax.vmap(one, (0, None, 0, 0))(particles, batch, carried, keys)
+
+        def some(particles: PyTree, carried: PyTree, place: Array) -> Any:
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, place)
+            return jax.vmap(one, (0, None, 0, 0))(particles, batch, carried, keys)
+
+        (values, carried), scores = sharding.by_rows(some, particles, carried, place)
         return Evaluated(values, scores, carried)
 
     def _evaluate_shared(
@@ -172,14 +178,18 @@ class Target(eqx.Module):
     ) -> Evaluated:
         """One gradient of the sum: by a particle it is that particle's score, by a shared leaf M times the mean."""
 
-        def total(particles: PyTree, shared: PyTree) -> Any:
+        def total(particles: PyTree, shared: PyTree, carried: PyTree) -> Any:
             one = lambda own, old: self._value(join(own, shared), batch, old, key)
             values, new = jax.vmap(one)(particles, carried)
             return jnp.sum(values), (values, new)
 
-        grads, (values, carried) = jax.grad(total, (0, 1), has_aux=True)(particles, shared)
+        def some(particles: PyTree, carried: PyTree) -> Any:
+            grads, found = jax.grad(total, (0, 1), has_aux=True)(particles, shared, carried)
+            return (grads[0], found), grads[1]
+
+        (score, (values, carried)), grad = sharding.by_rows(some, particles, carried, sums=True)
         num = num_particles(particles)
-        return Evaluated(values, grads[0], carried, jax.tree.map(lambda g: g / num, grads[1]))
+        return Evaluated(values, score, carried, jax.tree.map(lambda g: g / num, grad))
 
 
 def _opaque(function: Callable[..., Any] | None) -> Callable[..., Any] | None:

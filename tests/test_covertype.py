@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import particlax as px
 from experiments import covertype
 from experiments.fetching import DatasetError
 
@@ -125,3 +126,25 @@ def test_the_real_rows():
     assert int(y.sum()) == 283301
     np.testing.assert_array_equal(x.min(0), [0] * 54 + [1])
     np.testing.assert_array_equal(x.max(0), 1)
+
+
+@pytest.mark.parametrize("source", ["synthetic", "covertype"])
+def test_a_streamed_run_is_the_run_in_memory(source, tmp_path, key):
+    """Rows on the disk, shuffled as those in memory are, in blocks of a few steps: bit for bit."""
+    if source == "covertype" and not os.environ.get("PARTICLAX_DATA"):
+        pytest.skip("PARTICLAX_DATA does not name a folder with covtype/covtype.data.gz")
+    try:
+        problem = covertype.problem(source, 0)
+    except DatasetError as error:
+        pytest.skip(f"no Covertype there: {error}")
+    for name, rows in problem.train.items():
+        np.save(tmp_path / f"{name}.npy", rows)
+    disk = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in problem.train}
+    flow = px.sgld(problem.target, step_size=1e-6)
+    start = covertype.start(key, 20, problem.dim)
+    streamed, inside = (
+        px.run(flow, start, steps=200, key=key, data=data, progress=False).particles
+        for data in (px.Stream(disk, 50), px.Minibatches(problem.train, 50))
+    )
+    assert np.array_equal(streamed["w"], inside["w"])
+    assert np.array_equal(streamed["log_alpha"], inside["log_alpha"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import particlax as px
-from particlax import formula, fused, gpu, kernels, pairwise, radix
+from particlax import formula, fused, gpu, kernels, medians, pairwise, radix
 
 from . import references as ref
 
@@ -163,8 +163,8 @@ def clouds(num, dim):
 @pytest.mark.parametrize(("num", "dim"), [(2, 2), (50, 3)])
 def test_median(num, dim, kernel):
     both = lambda x: (
-        pairwise.median_sqdist(x),
-        pairwise.median_sqdist(x, itself=True, of_squares=True),
+        medians.median_sqdist(x),
+        medians.median_sqdist(x, itself=True, of_squares=True),
     )
     function = jitted(both)
     for name, cloud in clouds(num, dim):
@@ -219,7 +219,7 @@ def test_derivatives_and_batches(kernel, monkeypatch):
 def test_medians_in_batches(kernel):
     """A median is constant for derivatives, as on the plain path."""
     (x,) = as_floats(ref.cloud(20, 2))
-    both = jax.value_and_grad(pairwise.median_sqdist)
+    both = jax.value_and_grad(medians.median_sqdist)
     values, slopes = jitted(jax.vmap(both))(jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(values[1], 4 * values[0], rtol=1e-6)
     assert not np.any(slopes)
@@ -275,7 +275,7 @@ def test_kernels_lower_for_a_gpu(dim, wide, monkeypatch):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
     def everything(x, *others):
-        return sums(x, *others), pairwise.median_sqdist(x)
+        return sums(x, *others), medians.median_sqdist(x)
 
     try:
         with jax.enable_x64(wide):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from particlax import pairwise
+from particlax import medians, pairwise
 
 from . import references as ref
 
@@ -47,10 +47,10 @@ def compute(x, y, v, own, other):
     }
 
 
-def medians(x, y, v, own, other):
+def both_medians(x, y, v, own, other):
     return {
-        "median": pairwise.median_sqdist(x),
-        "itself": pairwise.median_sqdist(x, itself=True, of_squares=True),
+        "median": medians.median_sqdist(x),
+        "itself": medians.median_sqdist(x, itself=True, of_squares=True),
     }
 
 
@@ -97,13 +97,13 @@ def test_every_sum_equals_the_double_loop(x64, dim, kind, jit):
 def test_medians_equal_those_of_numpy(x64, dim, kind, jit):
     x, *others = inputs(num=12, dim=dim)
     expected = {"median": ref.median_sqdist(x), "itself": np.median(ref.sqdist(x, x))}
-    same(all_sums((x, *others), kind, what=medians, jit=jit), expected, 1e-10)
+    same(all_sums((x, *others), kind, what=both_medians, jit=jit), expected, 1e-10)
 
 
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_median_of_an_even_number_of_pairs_averages_the_two_middle_ones(x64, jit):
     """Many small clouds, because a wrong middle pair shows only in some of them."""
-    function = jax.jit(pairwise.median_sqdist) if jit else pairwise.median_sqdist
+    function = jax.jit(medians.median_sqdist) if jit else medians.median_sqdist
     for seed in range(20):
         x = ref.cloud(8, 3, seed)
         np.testing.assert_allclose(
@@ -124,9 +124,9 @@ def test_strips_equal_the_whole(x64, monkeypatch, dim, elements):
 @pytest.mark.parametrize("dim", [3, 12])
 def test_median_in_strips_equals_the_whole(x64, monkeypatch, dim):
     arguments = inputs(num=37, dim=dim)
-    whole = all_sums(arguments, what=medians)
+    whole = all_sums(arguments, what=both_medians)
     monkeypatch.setitem(pairwise.STRIP_ELEMENTS, "cpu", 150)
-    same(all_sums(arguments, what=medians), whole, 1e-12)
+    same(all_sums(arguments, what=both_medians), whole, 1e-12)
 
 
 def test_strips_are_no_higher_than_asked(monkeypatch):
@@ -154,9 +154,9 @@ def test_leaf_by_leaf_equals_flat(x64, monkeypatch, dim, elements):
 
 def test_median_leaf_by_leaf_equals_flat(x64, monkeypatch):
     arguments = inputs(num=13, dim=12)
-    flat = all_sums(arguments, kind="tree", what=medians)
+    flat = all_sums(arguments, kind="tree", what=both_medians)
     monkeypatch.setattr(pairwise, "FLAT_DIM", 1)
-    same(all_sums(arguments, kind="tree", what=medians), flat, 1e-11)
+    same(all_sums(arguments, kind="tree", what=both_medians), flat, 1e-11)
 
 
 def test_logsumexp_neither_overflows_nor_underflows():
@@ -178,7 +178,7 @@ def tight_errors(dim, num=60):
     force = np.asarray(pairwise.interact(cloud, cloud, lambda r2: jnp.exp(-r2 / h)), np.float64)
     wide = x.astype(np.float64)
     true_force = np.stack([np.exp(-exact[i] / h) @ (wide[i] - wide) for i in range(num)])
-    median = float(jax.jit(pairwise.median_sqdist)(cloud))
+    median = float(jax.jit(medians.median_sqdist)(cloud))
     return {
         "r2": (np.abs(r2 - exact)[apart] / exact[apart]).max(),
         "force": np.abs(force - true_force).max() / np.abs(true_force).max(),
@@ -216,19 +216,19 @@ def test_bfloat16_is_computed_in_float32(dim):
     weights = lambda r2: jnp.exp(-r2 / dim)
     assert pairwise.sqdist(x, x).dtype == jnp.float32
     np.testing.assert_array_equal(pairwise.sqdist(x, x), pairwise.sqdist(wide, wide))
-    assert pairwise.median_sqdist(x) == pairwise.median_sqdist(wide)
+    assert medians.median_sqdist(x) == medians.median_sqdist(wide)
     narrow, full = pairwise.interact(x, x, weights), pairwise.interact(wide, wide, weights)
     assert narrow.dtype == jnp.bfloat16
     np.testing.assert_array_equal(narrow, full.astype(jnp.bfloat16))
 
 
 def test_median_of_a_collapsed_cloud_is_zero():
-    assert float(pairwise.median_sqdist(jnp.ones((6, 2)))) == 0
+    assert float(medians.median_sqdist(jnp.ones((6, 2)))) == 0
 
 
 def test_median_with_many_equal_distances(x64):
     x = np.array([[0.0], [0.0], [0.0], [1.0], [1.0], [5.0]])
-    assert float(pairwise.median_sqdist(jnp.asarray(x))) == ref.median_sqdist(x)
+    assert float(medians.median_sqdist(jnp.asarray(x))) == ref.median_sqdist(x)
 
 
 @pytest.mark.parametrize("num", [2, 3, 4, 5, 20, 21])
@@ -237,7 +237,7 @@ def test_median_with_many_equal_distances(x64):
 def test_the_median_by_a_sort_is_the_same(num, itself, of_squares, monkeypatch):
     """Accelerators sort the upper half of the distances where the CPU searches it."""
     x = jnp.asarray(ref.cloud(num, 3), jnp.float32)
-    searched = pairwise.median_sqdist(x, itself=itself, of_squares=of_squares)
+    searched = medians.median_sqdist(x, itself=itself, of_squares=of_squares)
     monkeypatch.setattr(pairwise.jax, "default_backend", lambda: "gpu")
-    by_sort = pairwise.median_sqdist(x, itself=itself, of_squares=of_squares)
+    by_sort = medians.median_sqdist(x, itself=itself, of_squares=of_squares)
     np.testing.assert_array_equal(searched, by_sort)

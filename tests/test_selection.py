@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from particlax import circle, pairwise, selection
+from particlax import circle, medians, selection
 from tests import references as ref
 
 COMPILE_FAST = True
@@ -92,14 +92,14 @@ def test_the_circle_has_every_pair_once(x64, monkeypatch, num, chunk):
 @pytest.mark.parametrize("itself", [False, True])
 def test_median_of_a_cloud_too_large_to_keep(x64, monkeypatch, num, dim, itself):
     """By the circle up to 8 dimensions and in strips above."""
-    monkeypatch.setattr(pairwise, "HALF_ELEMENTS", 1000)
+    monkeypatch.setattr(medians, "HALF_ELEMENTS", 1000)
     x = RNG.normal(size=(num, dim)) + 10
     r2 = ref.sqdist(x, x)
     wanted = np.median(r2) if itself else np.median(np.sqrt(r2[np.triu_indices(num, 1)])) ** 2
-    found = pairwise.median_sqdist(jnp.asarray(x), itself=itself, of_squares=itself)
+    found = medians.median_sqdist(jnp.asarray(x), itself=itself, of_squares=itself)
     np.testing.assert_allclose(float(found), wanted, rtol=1e-11)
 
 
 def test_median_has_no_gradient():
     x = jnp.asarray(RNG.normal(size=(600, 2)), jnp.float32)
-    assert not np.any(jax.grad(pairwise.median_sqdist)(x))
+    assert not np.any(jax.grad(medians.median_sqdist)(x))

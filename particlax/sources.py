@@ -1,0 +1,49 @@
+"""The data of a run, checked against its target before the first step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from particlax.checks import refuse_not_finite
+from particlax.data import Minibatches
+from particlax.errors import DataError
+from particlax.flow import Flow, State
+from particlax.streams import Feed, Stream
+from particlax.target import num_rows
+
+
+def checked_data(flow: Flow, state: State, data: Any, key: Array) -> Any:
+    """Arrays or minibatches, if the target can use them."""
+    wanted = flow.target.num_data
+    if wanted is None or data is None:
+        return data  # the target itself says what is missing or too much, at the first step
+    if isinstance(data, Minibatches):
+        num, arrays = data.num_data, data.arrays
+        batch = jax.eval_shape(data.batch, key, state.step)
+    else:
+        batch = arrays = data = jax.tree.map(jnp.asarray, data)
+        num = num_rows(data)
+        refuse_not_finite("the data", data)
+    _refuse_other_size(num, wanted)
+    flow.check_data(state, batch, arrays)
+    return data
+
+
+def check_stream(flow: Flow, state: State, data: Stream, feed: Feed, key: Array) -> None:
+    """Refuse a stream whose batches the target cannot use."""
+    if flow.target.num_data is None:
+        return
+    _refuse_other_size(data.num_data, flow.target.num_data)
+    see = lambda batch: batch if data.transform is None else data.transform(key, batch)
+    batch = jax.eval_shape(see, feed.example)
+    flow.check_data(state, batch, feed.example if data.ready_made else data.source)
+
+
+def _refuse_other_size(num: int, wanted: int) -> None:
+    if num != wanted:
+        raise DataError(
+            f"the data have {num} rows but the target was made with num_data={wanted}; expected the same "
+            "number, since the likelihood is scaled by num_data / batch size"
+        )
