@@ -30,7 +30,7 @@ MOST = 64
 """Largest number of particles that a tile holds."""
 DIRECT = 20
 """Largest number of particles whose pairs all fit into registers."""
-CHUNK = 2048
+CHUNK = 8192
 """Coordinates at a time on a CPU."""
 LEAST = 1 << 13
 """Fewest coordinates for which a fused kernel pays."""
@@ -99,27 +99,27 @@ def _from_gram(products: Array, norm: Array) -> tuple[Array, Array]:
     return r2, jnp.mean(own) + norm
 
 
-def _added(parts: Sequence[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts)
-
-
 # ---------------------------------------------------------------------------------------------------------- plain
 
 
 def _plain_distances(xs: Blocks) -> tuple[Array, Array]:
-    return _from_gram(*_added([_plain_gram(x) for x in xs]))
+    parts = [_plain_gram(x) for x in xs]
+    products = sum(parts[1:], parts[0])
+    return _from_gram(products[:-1, :-1], products[-1, -1])
 
 
-def _plain_gram(x: Array) -> tuple[Array, Array]:
-    def of(x: Array) -> tuple[Array, Array]:
-        mean = jnp.mean(x, 0)
-        centred = x - mean
-        return matmul(centred, centred.T), jnp.sum(mean * mean)
+def _plain_gram(x: Array) -> Array:
+    """Products of the rows of x - m and, last, of m: one matrix, so that whoever needs a part of it makes the same loop."""
 
-    add = lambda i, sums: jax.tree.map(jnp.add, sums, of(_piece(i, x)))
+    def of(x: Array) -> Array:
+        mean = jnp.mean(x, 0, keepdims=True)
+        rows = jnp.concatenate([x - mean, mean])
+        return matmul(rows, rows.T)
+
+    add = lambda i, sums: sums + of(_piece(i, x))
     whole, rest = divmod(x.shape[1], _width(x))
     sums = lax.fori_loop(1, whole, add, of(_piece(0, x)))
-    return jax.tree.map(jnp.add, sums, of(x[:, -rest:])) if rest else sums
+    return sums + of(x[:, -rest:]) if rest else sums
 
 
 def _plain_turn(left: Array, xs: Blocks) -> list[Array]:
@@ -357,7 +357,8 @@ def _launch_gram(x: Array) -> tuple[Array, Array]:
 
 
 def _launch_grams(xs: Blocks) -> tuple[Array, Array]:
-    return _from_gram(*_added([_launch_gram(x) for x in xs]))
+    products, norms = zip(*[_launch_gram(x) for x in xs], strict=True)
+    return _from_gram(jnp.sum(jnp.stack(products), 0), jnp.sum(jnp.stack(norms)))
 
 
 def _mix_body(left_ref: Any, x_ref: Any, *refs: Any, num: int, rows: int) -> None:
