@@ -21,7 +21,7 @@ from particlax.processes import Team
 ALONE = Team()
 WAIT_SECONDS = 600
 """How long processes wait for each other to write their parts of a checkpoint."""
-_barriers = itertools.count()
+_teams = itertools.count()
 
 
 def _orbax() -> Any:
@@ -41,16 +41,23 @@ def _checkpointer(team: Team) -> Any:
     who = options.MultiprocessingOptions(**({} if team.several else alone))
     # A file for each array. One database for all of them (OCDBT) would lose about a kilobyte for each array and save.
     handler = _orbax().PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=who)
-    waiting = options.AsyncOptions(timeout_secs=WAIT_SECONDS, barrier_sync_fn=_barrier(who))
+    # Folders made in the background are announced under numbers that two runs, each in a process of its own, would share.
+    waiting = options.AsyncOptions(
+        timeout_secs=WAIT_SECONDS,
+        barrier_sync_fn=_barrier(who, team),
+        create_directories_asynchronously=False,
+    )
     return _orbax().AsyncCheckpointer(handler, async_options=waiting, multiprocessing_options=who)
 
 
-def _barrier(who: Any) -> Any:
+def _barrier(who: Any, team: Team) -> Any:
     """Orbax's wait for the other processes, each time under another name: its own are the same for every checkpoint."""
     wait = _orbax().multihost.get_barrier_sync_fn(processes=who.active_processes)
+    # Counted by what all processes do alike, not by what each does on its own.
+    number, turns = next(_teams) if team.several else 0, itertools.count()
 
     def barrier(*, key: str, timeout_ms: int) -> None:
-        wait(key=f"particlax {key} {next(_barriers)}", timeout_ms=timeout_ms)
+        wait(key=f"particlax {number} {key} {next(turns)}", timeout_ms=timeout_ms)
 
     return barrier
 
