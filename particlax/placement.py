@@ -16,7 +16,6 @@ from particlax.errors import OptionError, ParticleError
 from particlax.processes import Team, team_of
 
 __all__ = [
-    "AXIS",
     "Layout",
     "here",
     "layout_of",
