@@ -282,6 +282,8 @@ def outcome(case, scratch):
 
 
 FOUND = {"results": 0, "errors": 0}
+FORGET = 200
+"""Cases after which compiled programs are forgotten: thousands of them exhaust the memory maps of a process, and XLA crashes."""
 
 
 # A step of 1e9 is infinite in float16; NumPy says so while JAX traces, the run stops as it should.
@@ -289,6 +291,10 @@ FOUND = {"results": 0, "errors": 0}
 @settings(QUIET, max_examples=LONG or 300)
 @given(case=cases())
 def test_every_run_ends_in_a_finite_result_or_a_documented_error(case, scratch, capsys):
+    done = sum(FOUND.values())
+    if LONG and done % FORGET == FORGET - 1:
+        jax.clear_caches()
+        print(f"\r{done + 1} cases", end="", file=sys.__stderr__, flush=True)
     try:
         start, result = outcome(case, scratch)
     except px.errors.ParticlaxError as error:
