@@ -203,10 +203,10 @@ class Flow(eqx.Module):
         if not pairwise.few(cloud.x):
             return [None] * len(self.terms)
         found = [term.mixing(cloud, old) for term, old in zip(self.terms, state.terms, strict=True)]
-        alone = [isinstance(term, Drift) for term in self.terms]
-        scores = [m and m[0].right is not None for m in found]
-        if not any(used and not drift for used, drift in zip(scores, alone, strict=True)):
-            found = [None if drift else m for m, drift in zip(found, alone, strict=True)]
+        plain = [isinstance(term, Drift) for term in self.terms]
+        others = [m for m, drift in zip(found, plain, strict=True) if m and not drift]
+        if not any(how.right is not None for how, _ in others):
+            found = [None if drift else m for m, drift in zip(found, plain, strict=True)]
         return found
 
 

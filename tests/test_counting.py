@@ -84,7 +84,7 @@ def test_a_whole_step_of_svgd(exact):
 
 
 CLOUDS = {"RMSprop": 1, "SGLD": 2, "SVGD": 3, "w-SGLD": 2, "w-SGLD-B": 2, "pi-SGLD": 3}
-"""Clouds beside the state: gradient; gradient and noise; gradient, direction, and the leaves as matrices; and so on."""
+"""Clouds beside the state: the gradient; gradient and noise; gradient, direction and one that has not been traced; and so on."""
 
 
 @pytest.mark.parametrize("method", CLOUDS)
