@@ -143,7 +143,8 @@ class Flow(eqx.Module):
         seen = self.target.evaluate(particles, batch, state.carried, own, common)
         frame = self.metric.frame(particles)
         z, score = frame.points(particles), frame.scores(seen.score)
-        cloud = Cloud(z, score, state.step, frame, particles, state.carried, common)
+        pulled = seen.pulled if isinstance(self.metric, Identity) else None
+        cloud = Cloud(z, score, state.step, frame, particles, state.carried, common, pulled)
         velocity, memories, forces = self._sum(cloud, now, state)
         moved, memory = self._move(particles, velocity, state.integrator, state.step)
         shared = None
@@ -177,12 +178,13 @@ class Flow(eqx.Module):
     ) -> tuple[Velocity, tuple[PyTree, ...], dict[str, Array]]:
         drifts, noises, memories, forces = [], [], [], {}
         mixings = self._mixings(cloud, state)
+        scores = cloud.score if cloud.pulled is None else cloud.pulled
         todo = zip(self.terms, state.terms, mixings, strict=True)
         for place, (term, old, mixing) in enumerate(todo):
             own = jax.random.fold_in(key, len(noises)) if term.noisy else None
             if mixing:
                 how, memory = mixing
-                part = Velocity(pairwise.mixed(cloud.x, cloud.score, how))
+                part = Velocity(pairwise.mixed(cloud.x, scores, how))
             else:
                 part, memory = term(cloud, own, old)
                 drifts.append(part.drift)
@@ -193,7 +195,7 @@ class Flow(eqx.Module):
             forces[f"{name}{place}" if name in forces else name] = _rms(part.drift)
         if found := [mixing[0] for mixing in mixings if mixing]:
             how = functools.reduce(pairwise.Mixing.plus, found)
-            drifts.append(pairwise.mixed(cloud.x, cloud.score, how))
+            drifts.append(pairwise.mixed(cloud.x, scores, how))
         drift, noise = cloud.frame.tamed(add(*drifts)), add(*noises)
         noise = None if noise is None else cloud.frame.back(noise)
         return Velocity(cloud.frame.back(drift), noise), tuple(memories), forces

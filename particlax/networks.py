@@ -18,6 +18,7 @@ from particlax.diffusions import GFSD, Blob
 from particlax.errors import DataError, OptionError, TargetError, expect, known_options
 from particlax.pairwise import wide
 from particlax.particles import by_prefix, join, leaf_names, num_particles
+from particlax.priors import GaussianPrior, Prior
 from particlax.target import Target, num_rows
 from particlax.terms import Cloud, Frame, Term, Velocity
 
@@ -29,8 +30,6 @@ __all__ = [
     "regressor",
     "split",
 ]
-
-Prior = float | Mapping[str, float]
 
 
 class Network(Part):
@@ -87,46 +86,6 @@ def split(
     own = [leaf if kept else None for leaf, kept in zip(leaves, chosen, strict=True)]
     shared = [None if kept else leaf[0] for leaf, kept in zip(leaves, chosen, strict=True)]
     return jax.tree.unflatten(structure, own), jax.tree.unflatten(structure, shared)
-
-
-class GaussianPrior(Part):
-    """log N(params; 0, variance), up to a constant; `variance` for all, or by name of a layer or leaf.
-
-    The longest name that begins a leaf's path counts; "" stands for all others.
-
-    >>> prior = GaussianPrior({"": 1.0, "out": 0.25})
-    >>> float(prior({"dense": jnp.ones(2), "out": jnp.ones(2)}))
-    -5.0
-    """
-
-    variance: Any
-
-    def __init__(self, variance: Prior = 1.0):
-        by_name = dict(variance) if isinstance(variance, Mapping) else {"": variance}
-        for name, value in by_name.items():
-            positive(
-                f"prior variance of {name or 'all layers'!r}", value, zero=False, schedule=False
-            )
-        self.variance = tuple((name, number(value)) for name, value in by_name.items())
-
-    def __call__(self, params: PyTree) -> Float[Array, ""]:
-        leaves = jax.tree.leaves(params)
-        variances = self._variances(leaf_names(params))
-        squares = [
-            jnp.sum(wide(leaf) ** 2) / variance
-            for leaf, variance in zip(leaves, variances, strict=True)
-        ]
-        return -0.5 * jnp.sum(jnp.stack(squares))
-
-    def _variances(self, names: list[str]) -> list[float]:
-        known = dict(self.variance)
-        found = by_prefix(names, list(known), "the prior")
-        for name, prefix in zip(names, found, strict=True):
-            if prefix is None:
-                raise OptionError(
-                    f"the prior has no variance for {name!r}; it names {sorted(known)}. Add it, or '' for all others"
-                )
-        return [known[prefix] for prefix in found if prefix is not None]
 
 
 @known_options
@@ -283,7 +242,7 @@ def _target(
     check: Any = None,
 ) -> Target:
     positive("temperature", temperature, zero=False, schedule=False)
-    gaussian, cold = GaussianPrior(prior), 1 / number(temperature)
+    cold = 1 / number(temperature)
     net = _network(network)
     seen = likelihood if with_params else (lambda out, b, p: likelihood(out, b))
 
@@ -306,7 +265,7 @@ def _target(
             check(outputs, data)
 
     return Target(
-        log_prior=lambda params: cold * gaussian(params),
+        log_prior=GaussianPrior(prior).tempered(cold),
         log_likelihood=carrying if net.stateful else plain,
         num_data=num_data,
         stateful=net.stateful,

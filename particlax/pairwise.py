@@ -29,6 +29,7 @@ from particlax.skinny import matmul
 
 __all__ = [
     "Mixing",
+    "Pulled",
     "few",
     "interact",
     "logsumexp",
@@ -293,13 +294,21 @@ def mixing(
     return sharding.by_coordinates(matrices, (_blocks(x)[0],), (rows, cols), "same")
 
 
-def mixed(x: PyTree, values: PyTree, how: Mixing) -> PyTree:
+class Pulled(NamedTuple):
+    """values - pull * x: such a score, of a Gaussian prior, is put together by `mixed` on its way."""
+
+    values: PyTree
+    pull: float
+
+
+def mixed(x: PyTree, values: PyTree | Pulled, how: Mixing) -> PyTree:
     """left @ (x - mean of x) + right @ values."""
     xs, back = _blocks(x)
+    values, pull = values if isinstance(values, Pulled) else (values, None)
     vs = None if how.right is None else _blocks(values)[0]
 
     def moved(add: Any, xs: Blocks, vs: Blocks | None, how: Mixing) -> Blocks:
-        return skinny.mix(how.left, xs, how.right, vs)
+        return skinny.mix(how.left, xs, how.right, vs, pull)
 
     return back(sharding.by_coordinates(moved, (xs, vs), same=(how,)))
 

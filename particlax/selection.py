@@ -17,6 +17,8 @@ from jaxtyping import Array, Float
 
 __all__ = ["adjacent", "bisected", "by_sort", "upper"]
 
+COMPARED = range(64, 8129)
+"""Sizes for which a GPU compares all numbers with all sooner than it sorts them."""
 ROWS = 32
 SAMPLE = 2048
 """Largest size of the sample for the first bracket."""
@@ -154,9 +156,9 @@ def bisected(numbers: Float[Array, " n"], place: int) -> tuple[Float[Array, ""],
 
 
 def by_sort(numbers: Float[Array, " n"], place: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """As `adjacent`, by a sort, or for 496 to 8128 numbers by comparing all with all: on a GPU one launch is enough."""
+    """As `adjacent`, by a sort, or for some sizes by comparing all with all: on a GPU one launch is enough."""
     places = (place, min(place + 1, len(numbers) - 1))
-    if not 496 <= len(numbers) <= 8128:
+    if len(numbers) not in COMPARED:
         ordered = jnp.sort(numbers)
         return ordered[places[0]], ordered[places[1]]
     upto = jnp.sum((numbers[None, :] <= numbers[:, None]).astype(jnp.int32), 1)

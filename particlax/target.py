@@ -8,11 +8,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import sharding
 from particlax.errors import DataError, OptionError, TargetError, known_options
+from particlax.pairwise import Pulled
 from particlax.particles import join, num_particles
+from particlax.priors import GaussianPrior
 
 __all__ = ["Evaluated", "Target"]
 
@@ -24,6 +27,8 @@ class Evaluated(NamedTuple):
     score: PyTree[Float[Array, "M ..."]]
     carried: PyTree = ()
     shared: PyTree = None
+    pulled: Pulled | None = None
+    """The score as the likelihood's part and a Gaussian prior's, for whoever adds them up on the way: unused, it costs nothing."""
 
 
 class Target(eqx.Module):
@@ -37,6 +42,8 @@ class Target(eqx.Module):
     A `stateful` likelihood is `log_likelihood(params, batch, carried, key)` and returns (values, carried): for networks
     whose layers keep statistics (batch norm) or draw random numbers (dropout). `carried` belongs to one particle
     and travels in `State.carried`; `key` is fresh for every particle and step.
+
+    The part of the scores that comes from a `px.networks.GaussianPrior` with one variance needs no pass of its own over the particles.
 
     `validate(params, carried, batch, data)`, if given, is called once by `px.run` before anything is compiled, with the shapes of
     one particle and of a batch, and all data: a place to refuse data that would fail silently.
@@ -52,6 +59,7 @@ class Target(eqx.Module):
     log_likelihood: Callable[..., Any] | None
     num_data: int | None
     stateful: bool
+    precision: float | None
     validate: Callable[..., None] | None
 
     @known_options
@@ -96,6 +104,7 @@ class Target(eqx.Module):
             )
         self.log_density = _opaque(log_density)
         self.log_prior = _opaque(log_prior)
+        self.precision = log_prior.precision if isinstance(log_prior, GaussianPrior) else None
         self.log_likelihood = _opaque(log_likelihood)
         self.num_data = None if num_data is None else int(num_data)
         if stateful and log_likelihood is None:
@@ -110,8 +119,22 @@ class Target(eqx.Module):
     def _value(
         self, params: PyTree, batch: PyTree, carried: PyTree, key: Key[Array, ""] | None
     ) -> tuple[Float[Array, ""], PyTree]:
+        """The log density and what is carried on."""
+        prior, likelihood, carried = self._parts(params, batch, carried, key)
+        return prior + likelihood, carried
+
+    def _sloped(
+        self, params: PyTree, batch: PyTree, carried: PyTree, key: Key[Array, ""] | None
+    ) -> tuple[Float[Array, ""], PyTree]:
+        """The same, without the slope of a prior that `_finished` adds."""
+        prior, likelihood, carried = self._parts(params, batch, carried, key)
+        return (prior if self.precision is None else lax.stop_gradient(prior)) + likelihood, carried
+
+    def _parts(
+        self, params: PyTree, batch: PyTree, carried: PyTree, key: Key[Array, ""] | None
+    ) -> tuple[Any, Float[Array, ""], PyTree]:
         if self.log_density is not None:
-            return _scalar("log_density", self.log_density(params)), carried
+            return 0.0, _scalar("log_density", self.log_density(params)), carried
         assert self.log_prior and self.log_likelihood and self.num_data
         num = num_rows(batch)
         if self.stateful:
@@ -125,7 +148,7 @@ class Target(eqx.Module):
                 "Target does both"
             )
         prior = _scalar("log_prior", self.log_prior(params) + 0.0)  # a flat prior may return 0
-        return prior + (self.num_data / num) * jnp.sum(terms), carried
+        return prior, (self.num_data / num) * jnp.sum(terms), carried
 
     def score(
         self, particles: PyTree, batch: PyTree = None
@@ -159,19 +182,29 @@ class Target(eqx.Module):
         if shared is not None:
             return self._evaluate_shared(particles, shared, batch, carried, key)
         if not self.stateful:
-            many = jax.vmap(jax.value_and_grad(self), (0, None))
-            values, scores = sharding.by_rows(lambda own: many(own, batch), particles)
-            return Evaluated(values, scores, carried)
+            alone = lambda own, batch: self._sloped(own, batch, None, None)[0]
+            many = jax.vmap(jax.value_and_grad(alone), (0, None))
+            values, slopes = sharding.by_rows(lambda own: many(own, batch), particles)
+            return self._finished(particles, Evaluated(values, slopes, carried))
         assert key is not None
         place = jnp.arange(num_particles(particles))
-        one = jax.value_and_grad(self._value, has_aux=True)
+        one = jax.value_and_grad(self._sloped, has_aux=True)
 
         def some(particles: PyTree, carried: PyTree, place: Array) -> Any:
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, place)
             return jax.vmap(one, (0, None, 0, 0))(particles, batch, carried, keys)
 
-        (values, carried), scores = sharding.by_rows(some, particles, carried, place)
-        return Evaluated(values, scores, carried)
+        (values, carried), slopes = sharding.by_rows(some, particles, carried, place)
+        return self._finished(particles, Evaluated(values, slopes, carried))
+
+    def _finished(self, particles: PyTree, seen: Evaluated, shared: PyTree = None) -> Evaluated:
+        """With the slope of the prior, if `_sloped` left it out."""
+        pull = self.precision
+        if pull is None:
+            return seen
+        add = lambda slope, x: slope - jnp.asarray(pull, x.dtype) * x
+        score, common = jax.tree.map(add, (seen.score, seen.shared), (particles, shared))
+        return seen._replace(score=score, shared=common, pulled=Pulled(seen.score, pull))
 
     def _evaluate_shared(
         self, particles: PyTree, shared: PyTree, batch: PyTree, carried: PyTree, key: Any
@@ -179,7 +212,7 @@ class Target(eqx.Module):
         """One gradient of the sum: by a particle it is that particle's score, by a shared leaf M times the mean."""
 
         def total(particles: PyTree, shared: PyTree, carried: PyTree) -> Any:
-            one = lambda own, old: self._value(join(own, shared), batch, old, key)
+            one = lambda own, old: self._sloped(join(own, shared), batch, old, key)
             values, new = jax.vmap(one)(particles, carried)
             return jnp.sum(values), (values, new)
 
@@ -189,7 +222,8 @@ class Target(eqx.Module):
 
         (score, (values, carried)), grad = sharding.by_rows(some, particles, carried, sums=True)
         num = num_particles(particles)
-        return Evaluated(values, score, carried, jax.tree.map(lambda g: g / num, grad))
+        seen = Evaluated(values, score, carried, jax.tree.map(lambda g: g / num, grad))
+        return self._finished(particles, seen, shared)
 
 
 def _opaque(function: Callable[..., Any] | None) -> Callable[..., Any] | None:

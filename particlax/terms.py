@@ -62,6 +62,8 @@ class Cloud(eqx.Module):
     """What each particle carries beside its position (`State.carried`)."""
     shared: PyTree = None
     """Leaves that all particles share (`State.shared`)."""
+    pulled: pairwise.Pulled | None = None
+    """The score in two parts, if the target knows them (`Evaluated.pulled`)."""
 
 
 class Velocity(NamedTuple):

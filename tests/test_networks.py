@@ -108,6 +108,36 @@ def test_prior_by_layer(net, key):
     np.testing.assert_allclose(given(params), prior(params, rule), rtol=1e-5)
 
 
+@pytest.mark.parametrize("stateful", [False, True])
+def test_the_slope_of_a_plain_prior_is_added_apart(key, stateful):
+    """The same scores, for particles and for leaves they share, as those of a prior that does not tell its precision."""
+    net = networks.Network(lambda key: (start(key), ()), apply, stateful=True, forward=lambda p, x, c, k: (apply(p, x), c)) if stateful else networks.Network(start, apply)  # fmt: skip
+    known = networks.classifier(net, num_data=50, prior=0.5, temperature=0.25)
+    assert known.precision == 8.0
+    silent = px.Target(log_prior=lambda p: 4 * networks.GaussianPrior(0.5)(p), log_likelihood=known.log_likelihood, num_data=50, stateful=stateful)  # fmt: skip
+    assert silent.precision is None
+    cloud = jax.vmap(start)(jax.random.split(key, 3))
+    batch = {"x": RNG.normal(size=(5, 4)).astype(np.float32), "y": np.array([0, 1, 2, 1, 0])}
+    own, shared = networks.split(cloud, ["layer1"])
+    for args in ((cloud, batch, (), key), (own, batch, (), key, shared)):
+        a, b = known.evaluate(*args), silent.evaluate(*args)
+        assert a.pulled is not None and b.pulled is None
+        for one, other in zip(
+            jax.tree.leaves((a.log_density, a.score, a.shared)),
+            jax.tree.leaves((b.log_density, b.score, b.shared)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+        values, pull = a.pulled
+        together = jax.tree.map(lambda v, x, pull=pull: v - pull * x, values, args[0])
+        jax.tree.map(np.testing.assert_array_equal, together, a.score)
+
+
+def test_priors_with_several_variances_tell_no_precision():
+    assert networks.GaussianPrior(0.25).precision == 4
+    assert networks.GaussianPrior({"": 1.0, "out": 1.0}).precision is None
+
+
 def test_leaf_names(net, key):
     names = networks.leaf_names(net.init(key, 1))
     assert names == ["layer0/b", "layer0/w", "layer1/b", "layer1/w"]

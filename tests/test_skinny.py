@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import particlax as px
-from particlax import gpu, pairwise, skinny
+from particlax import direct, gpu, pairwise, skinny, tensor
 
 COMPILE_FAST = True
 SHAPES = [(2, 8192), (5, 8193), (16, 9000), (20, 12_345), (33, 8200), (64, 8321)]
@@ -69,6 +69,9 @@ def test_mix_is_the_sum_of_products(num, dim, mode):
     both = skinny.mix(jnp.asarray(left), parts(x), jnp.asarray(right), parts(v))
     truth = left.astype(float) @ centred + right.astype(float) @ v
     assert relative(whole(both), truth) < 2e-6
+    pulled = skinny.mix(jnp.asarray(left), parts(x), jnp.asarray(right), parts(v), 0.7)
+    truth = left.astype(float) @ centred + right.astype(float) @ (v - 0.7 * x.astype(float))
+    assert relative(whole(pulled), truth) < 2e-6
     alone = skinny.mix(jnp.asarray(left), parts(x))
     # Of a cloud ten times off its size.
     assert relative(whole(alone), left.astype(float) @ centred) < 5e-6
@@ -93,13 +96,12 @@ def test_kernels_lower_for_a_gpu(num):
     """Triton's own errors show here, without a GPU."""
     cloud = [jax.ShapeDtypeStruct((num, d), jnp.float32) for d in (10_000, 7)]
     weights = jax.ShapeDtypeStruct((num, num), jnp.float32)
-    direct = num <= skinny.DIRECT
-    distances = skinny._launch_distances if direct else skinny._launch_grams
-    mix = skinny._launch_direct if direct else skinny._launch_mix
+    kernels = direct if num <= direct.MOST else tensor
     for launch, args in (
-        (distances, (cloud,)),
-        (mix, (weights, cloud)),
-        (mix, (weights, cloud, weights, cloud)),
+        (kernels.distances, (cloud,)),
+        (kernels.mix, (weights, cloud)),
+        (kernels.mix, (weights, cloud, weights, cloud)),
+        (kernels.mix, (weights, cloud, weights, cloud, jax.ShapeDtypeStruct((), jnp.float32))),
     ):
         try:
             program = jax.jit(launch).trace(*args).lower(lowering_platforms=("cuda",))
@@ -223,3 +225,20 @@ def test_a_term_that_moves_in_its_own_way_is_called():
         flow = px.Flow(target, (term,), px.integrators.Euler(0.5))
         state, _ = flow.step(jax.random.key(0), flow.init(start))
         assert relative(flat(state.particles), flat(start)) == 0
+
+
+def test_scores_put_together_on_the_way_are_the_scores(mode):
+    """A step of networks is the same whether the prior tells its precision or not."""
+    start = lambda key: {"w": jax.random.normal(key, (90, 100)), "b": jnp.zeros(100)}
+    loss = lambda p, b: -jnp.sum((b["x"] @ p["w"] + p["b"]) ** 2, 1)
+    prior = px.networks.GaussianPrior(2.0)
+    batch = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(4, 90)).astype(np.float32))}
+    moved = []
+    for log_prior in (prior, lambda p: 1.0 * prior(p)):
+        target = px.Target(log_prior=log_prior, log_likelihood=loss, num_data=8)
+        assert (target.precision is None) == (log_prior is not prior)
+        flow = px.pi_sgld(target, step_size=1e-4, diffusion=px.diffusions.Blob())
+        state = flow.init(jax.vmap(start)(jax.random.split(jax.random.key(0), 4)))
+        moved.append(jax.jit(flow.step)(jax.random.key(1), state, batch)[0].particles)
+    for one, other in zip(jax.tree.leaves(moved[0]), jax.tree.leaves(moved[1]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)

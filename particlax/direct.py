@@ -1,0 +1,192 @@
+"""Fused GPU kernels for up to 20 particles in many dimensions, by ordinary arithmetic (Pallas, Triton).
+
+A GPU's ordinary units keep up with its memory there: every pair's differences are squared and added up, and rows are mixed number
+by number, without padding. All leaves of a cloud go through one launch, in tiles of one warp that are counted through all of them.
+A warp asks for the next numbers before it works on the ones it has.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from particlax import gpu
+from particlax.tensor import Blocks
+
+__all__ = ["MOST", "distances", "mix"]
+
+MOST = 20
+"""Largest number of particles whose pairs all fit into registers."""
+WARPS = 1056
+"""Tiles that are worked on at a time: eight for each processor of an H100."""
+REGISTERS = 200
+"""Numbers that a thread may hold."""
+AHEAD = 2
+"""Particles that are asked for before they are needed."""
+
+
+def _lanes(held: int, most: int) -> int:
+    """Coordinates of a tile whose threads hold so many numbers for each."""
+    each = max(1, min(most, REGISTERS // held))
+    return 32 << (each.bit_length() - 1)
+
+
+class _Leaf(NamedTuple):
+    """Where the tile at hand would be in one of the arrays, and whether it is there."""
+
+    start: Any
+    here: Any
+    inside: Any
+
+
+def _leaves(refs: Any, tile: Any, lanes: int) -> list[_Leaf]:
+    """Tiles are counted through all arrays."""
+    found, before = [], 0
+    for ref in refs:
+        start = (tile - before) * lanes
+        tiles = math.ceil(ref.shape[1] / lanes)
+        here = (tile >= before) & (tile < before + tiles)
+        found.append(_Leaf(start, here, start + lax.iota(jnp.int32, lanes) < ref.shape[1]))
+        before += tiles
+    return found
+
+
+def _tiles(arrays: Any, lanes: int) -> int:
+    return sum(math.ceil(array.shape[1] / lanes) for array in arrays)
+
+
+def _row(i: Any, start: Any, lanes: int) -> Any:
+    """A window on a row, which the interpreter wants as a number that is not a constant."""
+    from jax.experimental import pallas as pl
+
+    return i + 0 * start, pl.ds(start, lanes)
+
+
+def _load(ref: Any, i: Any, leaf: _Leaf, lanes: int) -> Array:
+    """Coordinates of particle i; zeros beyond the end of the array."""
+    from jax.experimental.pallas import triton
+
+    return triton.load(ref.at[_row(i, leaf.start, lanes)], mask=leaf.inside, other=0.0)
+
+
+# ------------------------------------------------------------------------------------------------------ distances
+
+
+def _distance_body(*refs: Any, num: int, lanes: int, programs: int) -> None:
+    from jax.experimental import pallas as pl
+
+    *x_refs, out_ref = refs
+    own = pl.program_id(0)
+    pairs = list(itertools.combinations(range(num), 2))
+
+    def load(turn: Any) -> list[Array]:
+        found = [jnp.zeros(lanes, jnp.float32)] * num
+        for ref, leaf in zip(x_refs, _leaves(x_refs, turn * programs + own, lanes), strict=True):
+            take = lambda ref=ref, leaf=leaf: [_load(ref, i, leaf, lanes) for i in range(num)]
+            found = lax.cond(leaf.here, take, lambda found=found: found)
+        return found
+
+    def add(turn: Any, carry: Any) -> Any:
+        x, (square, *sums) = carry
+        later = load(turn + 1)
+        sums = [gpu.add_square(x[i], x[j], s) for (i, j), s in zip(pairs, sums, strict=True)]
+        for one in x:
+            square = gpu.fma(one, one, square)
+        return later, [square, *sums]
+
+    zeros = [jnp.zeros(lanes, jnp.float32)] * (1 + len(pairs))
+    turns = math.ceil(_tiles(x_refs, lanes) / programs)
+    _, sums = lax.fori_loop(0, turns, add, (load(jnp.int32(0)), zeros))
+    for place, one in enumerate(sums):
+        out_ref[place, own] = jnp.sum(one)
+
+
+def distances(xs: Blocks) -> tuple[Array, Array]:
+    """Squared distances, and the mean of the squared norms."""
+    num = len(xs[0])
+    pairs = num * (num - 1) // 2
+    lanes = _lanes(pairs + 2 * num, 8)
+    programs = min(WARPS, _tiles(xs, lanes))
+    kernel = functools.partial(_distance_body, num=num, lanes=lanes, programs=programs)
+    shape = jax.ShapeDtypeStruct((1 + pairs, programs), jnp.float32)
+    sums = jnp.sum(gpu.launch(kernel, shape, (programs,), *xs, warps=1), 1)
+    place = np.zeros((num, num), int)
+    place[np.triu_indices(num, 1)] = 1 + np.arange(pairs)
+    place += place.T
+    return jnp.where(place > 0, sums[place], 0.0), sums[0] / num
+
+
+# ------------------------------------------------------------------------------------------------------------ mix
+
+
+def _mix_body(weights_ref: Any, *refs: Any, num: int, lanes: int, both: bool) -> None:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    count = len(refs) // (3 if both else 2)
+    x_refs, out_refs = refs[:count], refs[-count:]
+    v_refs = refs[count : 2 * count] if both else x_refs
+    leaves = _leaves(x_refs, pl.program_id(0), lanes)
+    for x_ref, v_ref, out_ref, leaf in zip(x_refs, v_refs, out_refs, leaves, strict=True):
+        names = [x_ref, v_ref] if both else [x_ref]
+
+        def load(i: Any, names: Any = names, leaf: _Leaf = leaf) -> list[Array]:
+            i = jnp.minimum(i, num - 1)
+            return [_load(ref, i, leaf, lanes) for ref in names]
+
+        tile = functools.partial(_mix_tile, weights_ref, load, num=num, lanes=lanes, both=both)
+
+        @pl.when(leaf.here)
+        def _(tile: Any = tile, out_ref: Any = out_ref, leaf: _Leaf = leaf) -> None:
+            for i, one in enumerate(tile()):
+                triton.store(out_ref.at[_row(i, leaf.start, lanes)], one, mask=leaf.inside)
+
+
+def _mix_tile(
+    weights_ref: Any, load: Callable[[Any], list[Array]], *, num: int, lanes: int, both: bool
+) -> list[Array]:
+    """One tile. Sums are of x_j - x_0, whatever the place of the cloud; at the end comes what m - x_0 makes of it."""
+    zero = jnp.zeros(lanes, jnp.float32)
+    first = load(jnp.int32(0))[0]
+    pull = weights_ref[num, 0]
+
+    def add(j: Any, carry: Any) -> Any:
+        (now, *later), total, out = carry
+        later.append(load(j + AHEAD))
+        away = now[0] - first
+        out = [gpu.fma(away, weights_ref[j, i], o) for i, o in enumerate(out)]
+        if both:
+            value = gpu.fma(now[0], -pull, now[1])
+            out = [gpu.fma(value, weights_ref[j, num + i], o) for i, o in enumerate(out)]
+        return later, total + away, out
+
+    ahead = [load(jnp.int32(i)) for i in range(AHEAD)]
+    _, total, out = lax.fori_loop(0, num, add, (ahead, zero, [zero] * num))
+    return [gpu.fma(total / num, -weights_ref[num + 1, i], one) for i, one in enumerate(out)]
+
+
+def mix(
+    left: Array,
+    xs: Blocks,
+    right: Array | None = None,
+    vs: Blocks = (),
+    pull: Array | None = None,
+) -> list[Array]:
+    """left @ (x - m) + right @ (v - pull * x)."""
+    num, both = len(left), right is not None
+    columns = left.T if right is None else jnp.concatenate([left.T, right.T], 1)
+    width = columns.shape[1]
+    pulls = jnp.full((1, width), 0.0 if pull is None else pull, jnp.float32)
+    sums = jnp.pad(jnp.sum(left, 1), (0, width - num))[None, :]
+    lanes = _lanes(num, 4)
+    kernel = functools.partial(_mix_body, num=num, lanes=lanes, both=both)
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in xs]
+    weights = jnp.concatenate([columns, pulls, sums])
+    return list(gpu.launch(kernel, shapes, (_tiles(xs, lanes),), weights, *xs, *vs, warps=1))
