@@ -22,7 +22,9 @@ UNROLL, CHUNK = 8, 2048
 
 def look(x: Float[Array, "M D"]) -> Callable[[Array], tuple[Array, Array]]:
     """Passes over the squared distances: look(pivot) is how many are <= pivot, and the least above it."""
-    parts = [slice(begin, begin + CHUNK) for begin in range(0, len(x), CHUNK)]
+    num = len(x)
+    parts = -(-num // CHUNK)
+    size = -(-num // parts)
 
     def passing(pivot: Array) -> tuple[Array, Array]:
         def measure(sums: Any, r2: Array) -> Any:
@@ -30,36 +32,45 @@ def look(x: Float[Array, "M D"]) -> Callable[[Array], tuple[Array, Array]]:
             above = jnp.minimum(sums[1], jnp.where(under, jnp.inf, r2))
             return sums[0] + under.astype(jnp.float32), above
 
-        found = [_fold(x, part, measure) for part in parts]
-        count = sum(jnp.sum(counts.astype(jnp.int32)) for counts, _ in found)
-        return count, functools.reduce(jnp.minimum, [jnp.min(least) for _, least in found])  # pyright: ignore
+        def part(i: Any, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            counts, least = _fold(x, i * size, size, measure)
+            counted = found[0] + jnp.sum(counts.astype(jnp.int32), dtype=jnp.int32)
+            return counted, jnp.minimum(found[1], jnp.min(least))
+
+        start = (jnp.zeros((), jnp.int32), jnp.array(jnp.inf, x.dtype))
+        return lax.fori_loop(0, parts, part, start) if parts > 1 else part(0, start)
 
     return passing
 
 
-def _fold(x: Array, part: slice, measure: Callable[[Any, Array], Any]) -> Any:
-    """`measure` over the squared distances of some particles to the half of the cloud after each."""
+def _fold(x: Array, begin: Any, size: int, measure: Callable[[Any, Array], Any]) -> Any:
+    """`measure` over the squared distances of the particles from `begin` on to the half of the cloud after each."""
     num, shifts = len(x), len(x) // 2
-    own = [x[part, d] for d in range(x.shape[1])]
-    size = len(own[0])
-    twice = [jnp.concatenate([x[:, d]] * 2)[part.start :] for d in range(x.shape[1])]
+    first = jnp.minimum(
+        begin, num - size
+    )  # the last part begins early, with particles that are done: they are far from all
+    place = first + jnp.arange(size)
+    columns = [x[:, d] for d in range(x.shape[1])]
+    own = [lax.dynamic_slice(a, (first,), (size,)) for a in columns]
+    own = [jnp.where(place < begin, jnp.inf, a) for a in own]
+    twice = [jnp.concatenate([a] * 2) for a in columns]
 
     def away(shift: Any) -> Array:
-        others = [lax.dynamic_slice(a, (shift,), (size,)) for a in twice]
+        others = [lax.dynamic_slice(a, (first + shift,), (size,)) for a in twice]
         squares = [(b - a) ** 2 for a, b in zip(own, others, strict=True)]
         return sum(squares[1:], squares[0])
 
     def block(i: Any, sums: Any) -> Any:
         return functools.reduce(measure, [away(1 + i * UNROLL + u) for u in range(UNROLL)], sums)
 
-    start = (jnp.zeros(size, jnp.float32), jnp.full(size, jnp.inf, x.dtype))
-    blocks = (shifts - (num % 2 == 0)) // UNROLL
-    sums = lax.fori_loop(0, blocks, block, start)
-    for shift in range(1 + blocks * UNROLL, shifts + 1):
-        r2 = away(shift)
-        if 2 * shift == num:  # half the circle away, pairs meet twice
-            r2 = jnp.where(part.start + jnp.arange(size) < shift, r2, jnp.inf)
-        sums = measure(sums, r2)
+    sums = (jnp.zeros(size, jnp.float32), jnp.full(size, jnp.inf, x.dtype))
+    most = shifts - (num % 2 == 0)
+    blocks = most // UNROLL
+    sums = lax.fori_loop(0, blocks, block, sums)
+    single = lambda shift, sums: measure(sums, away(shift))
+    sums = lax.fori_loop(1 + blocks * UNROLL, 1 + most, single, sums)
+    if num % 2 == 0:  # half the circle away, pairs meet twice
+        sums = measure(sums, jnp.where(place < shifts, away(shifts), jnp.inf))
     return sums
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from particlax import gpu
 from particlax.tensor import Blocks
 
-__all__ = ["MOST", "distances", "mix"]
+__all__ = ["distances", "mix"]
 
 MOST = 20
 """Largest number of particles whose pairs all fit into registers."""

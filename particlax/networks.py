@@ -24,7 +24,6 @@ from particlax.terms import Cloud, Frame, Term, Velocity
 
 __all__ = [
     "FunctionSpace",
-    "GaussianPrior",
     "Network",
     "classifier",
     "regressor",

@@ -12,7 +12,7 @@ from particlax.errors import OptionError
 from particlax.pairwise import wide
 from particlax.particles import by_prefix, leaf_names
 
-__all__ = ["GaussianPrior", "Prior"]
+__all__ = ["GaussianPrior"]
 
 Prior = float | Mapping[str, float]
 

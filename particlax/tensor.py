@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from particlax import gpu
 
-__all__ = ["MOST", "Blocks", "distances", "from_gram", "mix"]
+__all__ = ["distances", "from_gram", "mix"]
 
 MOST = 64
 """Largest number of particles that a tile holds."""
