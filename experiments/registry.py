@@ -1,6 +1,6 @@
 """Every study by name, in the order of the paper."""
 
-from benchmarks import clouds, compiling, curves, exchange, interaction, pairs
+from benchmarks import anatomy, clouds, compiling, curves, exchange, interaction, pairs
 from benchmarks import logistic as steptime
 from experiments import (
     cifar,
@@ -32,6 +32,7 @@ STUDIES: dict[str, Study] = {
         clouds.STUDY,
         steptime.STUDY,
         interaction.STUDY,
+        anatomy.STUDY,
         pairs.STUDY,
         compiling.STUDY,
         curves.STUDY,

@@ -116,16 +116,22 @@ def _piece(i: Any, x: Array) -> Array:
 
 
 def _written(of: Callable[..., Array], *arrays: Array) -> Array:
-    """of(*pieces of the arrays), side by side."""
+    """of(*pieces of the arrays), side by side, each written over the piece of the last array that it was made of.
+
+    If that array is needed no more, no other is made.
+    """
     width = _width(arrays[0])
     whole, rest = divmod(arrays[0].shape[1], width)
     if whole == 1 and not rest:
         return of(*arrays)
 
-    def write(i: Any, out: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(out, of(*[_piece(i, a) for a in arrays]), i * width, 1)  # fmt: skip
+    *others, last = arrays
 
-    out = lax.fori_loop(0, whole, write, jnp.zeros_like(arrays[0]))
+    def write(i: Any, out: Array) -> Array:
+        made = of(*[_piece(i, a) for a in (*others, out)])
+        return lax.dynamic_update_slice_in_dim(out, made, i * width, 1)
+
+    out = lax.fori_loop(0, whole, write, last)
     return out.at[:, -rest:].set(of(*[a[:, -rest:] for a in arrays])) if rest else out
 
 

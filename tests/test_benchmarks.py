@@ -9,13 +9,25 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
 import particlax as px
 from benchmarks import __main__ as command
-from benchmarks import beside, clouds, compiling, curves, logistic, machine, pairs, rounds, timing
+from benchmarks import (
+    anatomy,
+    beside,
+    clouds,
+    compiling,
+    curves,
+    logistic,
+    machine,
+    pairs,
+    rounds,
+    timing,
+)
 from benchmarks.entrants import ENTRANTS, OURS, Work
 from experiments import config, covertype, records, tables
 from experiments.registry import STUDIES
@@ -462,3 +474,19 @@ def test_a_figure_of_the_docs_is_drawn_with_its_table(sandbox, monkeypatch):
     assert "| 2.00 |" in page.read_text()
     assert (sandbox / "docs" / "images" / "curves.png").exists()
     tables.main(check=True)
+
+
+def test_kernels_by_what_they_do():
+    kernels = {"_mix_body": 50.0, "_distance_body": 20.0, "gemm_fusion_dot_4": 30.0, "loop_add_fusion": 31.0, "sort_8": 4.0, "loop_x": 1.0}  # fmt: skip
+    found = anatomy.shares(anatomy.Profile(kernels, 12, 7.5))
+    assert found == {"distances": 20, "mixing": 50, "products": 30, "passes": 31, "small": 5, "idle": 7.5, "launches": 12}  # fmt: skip
+
+
+def test_profiles_see_what_runs():
+    """The product of two matrices is most of the time of a function that does little else."""
+    x = jnp.ones((400, 400)) / 400
+    many = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))
+    found = anatomy.profiled(lambda: many(x), 20)
+    products = anatomy.shares(found)["products"]
+    assert products > 0.5 * sum(found.kernels.values()) > 1
+    assert found.launches >= 1 and found.idle >= 0
