@@ -173,6 +173,13 @@ def evaluate(particles: Any, data: Digits) -> dict[str, float]:
     }  # fmt: skip
 
 
+def together(kept: list[Any], data: Digits) -> dict[str, float]:
+    """Error and NLL of the mixture over particles and over clouds kept along the way: what one chain's draws are for."""
+    particles = predictive.snapshots(jax.tree.map(lambda *clouds: np.stack(clouds), *kept))
+    score = predictive.categorical(logits, particles, data.test_x, batch_size=2000).score(data.test_y)  # fmt: skip
+    return {"snapshots": len(kept), "snapshots_error": 100 * (1 - score.accuracy), "snapshots_nll": -score.log_density}  # fmt: skip
+
+
 def seen_one(log_probs: np.ndarray, y: np.ndarray) -> float:
     """The mean log-probability of the labels under one network."""
     return float(np.mean(log_probs[np.arange(len(y)), y]))
@@ -186,7 +193,7 @@ def work(c: Config, width: int, method: str, seed: int) -> Iterator[Evaluation]:
     key = jax.random.key(seed)
     state = flow.init(jax.vmap(functools.partial(start, width))(jax.random.split(key, c.particles)))
     total = c.epochs * batches.batches_per_epoch
-    seconds = 0.0
+    seconds, kept = 0.0, []
     for part in range(c.evaluations):
         steps = total * (part + 1) // c.evaluations - int(state.step)
         began = time.perf_counter()
@@ -194,7 +201,11 @@ def work(c: Config, width: int, method: str, seed: int) -> Iterator[Evaluation]:
         jax.block_until_ready(state)
         seconds += time.perf_counter() - began
         epoch = int(state.step) / batches.batches_per_epoch
-        yield Evaluation({"epoch": epoch, **evaluate(state.particles, data)}, seconds)
+        metrics = {"epoch": epoch, **evaluate(state.particles, data)}
+        if 2 * part >= c.evaluations - 1:  # the later half
+            kept.append(jax.tree.map(np.asarray, state.particles))
+            metrics |= together(kept, data)
+        yield Evaluation(metrics, seconds)
 
 
 def runs(c: Config) -> Iterator[Run]:

@@ -15,7 +15,7 @@ METHODS = (*POINT[:3], "SGLD", "SVGD", "w-SGLD", "w-SGLD-B", "pi-SGLD", *POINT[3
 def table(found: list[dict], width: int) -> report.Rows:
     """By method: the paper's error, ours for the mixture and for single networks, and the mixture's other scores."""
     rows = [
-        ["method", "seeds", "paper, error %", "mixture, error %", "single networks, error %", "NLL", "ECE", "AUROC, clothes"]
+        ["method", "seeds", "paper, error %", "mixture, error %", "with snapshots, error %", "single networks, error %", "NLL", "ECE", "AUROC, clothes"]
     ]  # fmt: skip
     last = [r for r in found if r["evaluation"][0] == r["evaluation"][1]]
     here = [r for r in last if r["config"]["width"] == width]
@@ -23,13 +23,18 @@ def table(found: list[dict], width: int) -> report.Rows:
         seen = [r["metrics"] for r in here if r["config"]["method"] == method]
         if not seen:
             continue
-        mean = {key: np.mean([m[key] for m in seen]) for key in seen[0]}
+        mean = {
+            key: np.mean([m[key] for m in seen if key in m])
+            for key in dict.fromkeys(k for m in seen for k in m)
+        }
+        spread = f" ±{np.std([m['error'] for m in seen]):.2f}" if len(seen) > 1 else ""
+        over_time = f"{mean['snapshots_error']:.2f}" if "snapshots_error" in mean else "-"
         paper = PAPER.get(width, {}).get(method)
         single = " (single)" if method in POINT else ""
         what = " (ensemble)" if method in POINT else ""
         rows.append([
             method, str(len(seen)), "-" if paper is None else f"{paper:.2f}{single}",
-            f"{mean['error']:.2f} ±{np.std([m['error'] for m in seen]):.2f}{what}",
+            f"{mean['error']:.2f}{spread}{what}", over_time,
             f"{mean['single_error']:.2f} ±{mean['single_sd']:.2f}", f"{mean['nll']:.4f}",
             f"{mean['ece']:.4f}", f"{mean['auroc']:.4f}",
         ])  # fmt: skip
