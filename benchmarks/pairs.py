@@ -1,11 +1,12 @@
 """How fast the sums over all pairs are, by kernel and by plain XLA.
 
 python -m experiments run pairs                         # on a GPU, about 4 minutes
-python -m experiments run pairs --only=median,step      # some of: step, median, sizes, dims, terms
+python -m experiments run pairs --only=median,step      # some of: step, median, sizes, dims, terms, wide
 python -m experiments run pairs --sizes=2048,131072     # other clouds for the part `sizes`
 
 Every figure is the median over repeats of a compiled loop. `limit` is in pairs a second: 4e12 by an H200's exponential units,
-or its 67 TFLOP/s of float32 over 4 D operations for a pair, whichever is less. `error` is the largest difference
+or its 67 TFLOP/s of float32 over 4 D operations for a pair, whichever is less; for few particles in many dimensions four passes
+over the cloud at the bandwidth measured in the same run. `error` is the largest difference
 from NumPy in float64 over some rows, relative to the largest entry.
 """
 
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 
 import particlax as px
-from benchmarks import scale
+from benchmarks import machine, scale
 from benchmarks.timing import held, looped, seconds
 from experiments import config, report
 from experiments.study import Evaluation, Run, Study, Table
@@ -29,7 +30,7 @@ from particlax import gpu, medians, pairwise
 from particlax.terms import Cloud, Frame
 
 EXPONENTIALS, FLOPS = 4e12, 67e12
-PARTS = ("step", "median", "sizes", "dims", "terms")
+PARTS = ("step", "median", "sizes", "dims", "terms", "wide")
 PLAIN_MOST = 1 << 17
 """Largest cloud for which plain XLA is timed as well."""
 Row = dict[str, Any]
@@ -46,6 +47,7 @@ class Config:
     medians: tuple[int, ...] = (512, 2000, 8000, 32000)
     steps: tuple[int, ...] = (2000, 8000)  # with the exact median
     usual: tuple[int, ...] = (8000, 1 << 20)  # with the default, over a subsample
+    wide: tuple[int, int] = (16, 25_000_000)  # particles and dimensions
     seeds: int = 1
 
 
@@ -108,6 +110,21 @@ def stein(num: int, dim: int) -> Iterator[Row]:
     yield from measured("stein", functools.partial(term, kind), x, truth)
 
 
+def wide(num: int, dim: int) -> Iterator[Row]:
+    """The Stein direction of few particles in many dimensions, with the default median."""
+    x, score = cloud(num, dim)
+    bandwidth = machine.measured(small=dim < 1e6).bytes
+    kind = px.Stein()
+    for path in paths(num, PLAIN_MOST):
+        gpu.MODE = None if path == "fused" else "plain"
+        move = jax.jit(lambda x, s: kind(Cloud(x, s, jnp.int32(0), Frame(), x), None, ())[0].drift)
+        spent = seconds(lambda n, move=move: [move(x, score) for _ in range(n)][-1])
+        passes = 4 * x.nbytes / bandwidth
+        row = {"what": "stein, default median", "M": num, "D": dim, "path": path, "ms": 1e3 * spent}
+        yield row | {"fraction": passes / spent}
+    gpu.MODE = None
+
+
 def terms(num: int) -> Iterator[Row]:
     """The deterministic diffusions."""
     x, rbf = cloud(num, 2)[0], px.kernels.RBF(bandwidth=2.0)
@@ -157,6 +174,7 @@ def parts(c: Config) -> Iterator[tuple[str, int, int, Callable[[], Iterator[Row]
         "sizes": [(num, 2, functools.partial(stein, num, 2)) for num in c.sizes],
         "dims": [(c.dims, dim, functools.partial(stein, c.dims, dim)) for dim in (16, 64)],
         "terms": [(c.terms, 2, functools.partial(terms, c.terms))],
+        "wide": [(*c.wide, functools.partial(wide, *c.wide))],
     }
     if unknown := [name for name in c.only if name not in known]:
         raise config.ConfigError(f"--only={unknown[0]}: expected some of {', '.join(known)}")
@@ -224,5 +242,6 @@ STUDY = Study(
         "medians": (300,),
         "steps": (300,),
         "usual": (),
+        "wide": (4, 10_000),
     },
 )

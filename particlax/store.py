@@ -141,7 +141,9 @@ class Store:
 
 def _trim() -> None:
     """Give memory that the threads of a save are done with back to the system: glibc keeps it, in a heap for each of them."""
-    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such function, and no need of it
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # other C libraries have no such function, and no need of it
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -156,6 +156,8 @@ class Stein(Term):
         self.kernel.check(particles)
 
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
+        if pairwise.few(cloud.x) and (found := self.mixing(cloud, memory)):
+            return Velocity(pairwise.mixed(cloud.x, cloud.score, found[0])), memory
         phi = self.kernel.apart(_stein, cloud.x, cloud.score)
         return Velocity(scale(self._factor(cloud), phi)), memory
 
