@@ -2,7 +2,8 @@
 
 python -m experiments run anatomy --record=study-gpu      # 784-400-400-10, M = 20, batches of 100, RMSprop, as `interaction`
 
-On a CPU, operations of all threads are added up, and those that hold others (loops, calls) are left out.
+Roles are those of a GPU's kernels. On a CPU, operations of all threads are added up, those that hold others (loops, calls) are left
+out, and an interaction's products are among the networks' own.
 """
 
 import collections

@@ -65,7 +65,10 @@ def table(found: list[dict]) -> report.Rows:
     lines = [["device", *beside.HEAD, "steps", "accuracy", "log-likelihood"]]
     more = {"steps": ".0f", "accuracy": ".2%", "log_likelihood": ".4f"}
     for device, here in beside.by_device(found).items():
-        lines += [[device, *row] for row in beside.rows(here, more)]
+        for data in dict.fromkeys(r["config"]["data"] for r in here):
+            of = device + (", random data of the same shape" if data == "shaped" else "")
+            some = [r for r in here if r["config"]["data"] == data]
+            lines += [[of, *row] for row in beside.rows(some, more)]
     return lines
 
 

@@ -111,6 +111,9 @@ def entry(name: str, value: Any) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the page; the exit status."""
+    if any(argument.startswith("-") for argument in arguments) or len(arguments) > 1:
+        print("expected at most the path of the page, such as build/api.md", file=sys.stderr)
+        return 2
     path = Path(arguments[0] if arguments else "build/api.md")
     pages, missing = ["# API of particlax"], []
     for module in public_modules():

@@ -13,6 +13,7 @@ from particlax import (
     particles,
     plots,
     predictive,
+    priors,
     schedules,
     zoo,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "pi_sgld",
     "plots",
     "predictive",
+    "priors",
     "run",
     "sample",
     "schedules",

@@ -137,9 +137,9 @@ def _mix_body(weights_ref: Any, *refs: Any, num: int, lanes: int, both: bool) ->
     for x_ref, v_ref, out_ref, leaf in zip(x_refs, v_refs, out_refs, leaves, strict=True):
         names = [x_ref, v_ref] if both else [x_ref]
 
-        def load(i: Any, names: Any = names, leaf: _Leaf = leaf) -> list[Array]:
+        def load(i: Any, most: int, names: Any = names, leaf: _Leaf = leaf) -> list[Array]:
             i = jnp.minimum(i, num - 1)
-            return [_load(ref, i, leaf, lanes) for ref in names]
+            return [_load(ref, i, leaf, lanes) for ref in names[:most]]
 
         tile = functools.partial(_mix_tile, weights_ref, load, num=num, lanes=lanes, both=both)
 
@@ -150,26 +150,25 @@ def _mix_body(weights_ref: Any, *refs: Any, num: int, lanes: int, both: bool) ->
 
 
 def _mix_tile(
-    weights_ref: Any, load: Callable[[Any], list[Array]], *, num: int, lanes: int, both: bool
+    weights_ref: Any, load: Callable[[Any, int], list[Array]], *, num: int, lanes: int, both: bool
 ) -> list[Array]:
-    """One tile. Sums are of x_j - x_0, whatever the place of the cloud; at the end comes what m - x_0 makes of it."""
+    """One tile: a first look for the mean, then a sum particle by particle, whose numbers are near by then."""
     zero = jnp.zeros(lanes, jnp.float32)
-    first = load(jnp.int32(0))[0]
+    mean = sum((load(jnp.int32(i), 1)[0] for i in range(num)), zero) / num
     pull = weights_ref[num, 0]
 
     def add(j: Any, carry: Any) -> Any:
-        (now, *later), total, out = carry
-        later.append(load(j + AHEAD))
-        away = now[0] - first
+        (now, *later), out = carry
+        later.append(load(j + AHEAD, 2))
+        away = now[0] - mean
         out = [gpu.fma(away, weights_ref[j, i], o) for i, o in enumerate(out)]
         if both:
             value = gpu.fma(now[0], -pull, now[1])
             out = [gpu.fma(value, weights_ref[j, num + i], o) for i, o in enumerate(out)]
-        return later, total + away, out
+        return later, out
 
-    ahead = [load(jnp.int32(i)) for i in range(AHEAD)]
-    _, total, out = lax.fori_loop(0, num, add, (ahead, zero, [zero] * num))
-    return [gpu.fma(total / num, -weights_ref[num + 1, i], one) for i, one in enumerate(out)]
+    ahead = [load(jnp.int32(i), 2) for i in range(AHEAD)]
+    return lax.fori_loop(0, num, add, (ahead, [zero] * num))[1]
 
 
 def mix(
@@ -184,9 +183,8 @@ def mix(
     columns = left.T if right is None else jnp.concatenate([left.T, right.T], 1)
     width = columns.shape[1]
     pulls = jnp.full((1, width), 0.0 if pull is None else pull, jnp.float32)
-    sums = jnp.pad(jnp.sum(left, 1), (0, width - num))[None, :]
     lanes = _lanes(num, 4)
     kernel = functools.partial(_mix_body, num=num, lanes=lanes, both=both)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in xs]
-    weights = jnp.concatenate([columns, pulls, sums])
+    weights = jnp.concatenate([columns, pulls]).astype(jnp.float32)
     return list(gpu.launch(kernel, shapes, (_tiles(xs, lanes),), weights, *xs, *vs, warps=1))

@@ -17,7 +17,7 @@ from particlax.kernels import LayerWise
 from particlax.metrics import Identity, Metric
 from particlax.particles import as_cloud, check_parts, join, num_particles
 from particlax.target import Target
-from particlax.terms import Cloud, Drift, Term, Velocity, add
+from particlax.terms import Cloud, Drift, Frame, Term, Velocity, add
 
 __all__ = ["Flow", "Info", "Shared", "State"]
 
@@ -143,7 +143,7 @@ class Flow(eqx.Module):
         seen = self.target.evaluate(particles, batch, state.carried, own, common)
         frame = self.metric.frame(particles)
         z, score = frame.points(particles), frame.scores(seen.score)
-        pulled = seen.pulled if isinstance(self.metric, Identity) else None
+        pulled = seen.pulled if type(frame) is Frame else None
         cloud = Cloud(z, score, state.step, frame, particles, state.carried, common, pulled)
         velocity, memories, forces = self._sum(cloud, now, state)
         moved, memory = self._move(particles, velocity, state.integrator, state.step)

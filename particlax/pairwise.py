@@ -298,7 +298,7 @@ class Pulled(NamedTuple):
     """values - pull * x: such a score, of a Gaussian prior, is put together by `mixed` on its way."""
 
     values: PyTree
-    pull: float
+    pull: Any
 
 
 def mixed(x: PyTree, values: PyTree | Pulled, how: Mixing) -> PyTree:

@@ -1,8 +1,8 @@
 """Clouds of few particles in many dimensions, such as networks: two passes over memory for a whole interaction.
 
 An interaction needs the M x M squared distances, and then sums over particles of whole rows, both bound by memory. In plain XLA
-rows are padded, copied and joined on the way; on a GPU two fused kernels take all leaves at once and read every number once: those
-of `direct` up to 20 particles, those of `tensor` above. Clouds in float64 take the plain path.
+rows are padded, copied and joined on the way; on a GPU fused kernels take leaves as they are and read memory once: those of `direct`
+up to 20 particles, all leaves in one launch, and those of `tensor` above. Clouds in float64 take the plain path.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def distances(xs: Blocks) -> tuple[Float[Array, "M M"], Float[Array, ""]]:
     >>> r2.tolist(), float(square)
     ([[0.0, 4.0], [4.0, 0.0]], 12.0)
     """
-    return _choose(xs, "distances", _plain_distances, list(xs))
+    return _choose(xs, "distances", _plain_distances, [x for x in xs if x.shape[1]])
 
 
 def mix(
@@ -56,11 +56,14 @@ def mix(
     >>> mix(jnp.eye(2), [jnp.array([[0.0], [2.0]])])[0].tolist()
     [[-1.0], [1.0]]
     """
-    left = left.astype(xs[0].dtype)
-    if right is None or vs is None:
-        return _choose(xs, "mix", _plain_mix, left, list(xs))
-    more = () if pull is None else (jnp.asarray(pull, left.dtype),)
-    return _choose(xs, "mix", _plain_mix, left, list(xs), right.astype(left.dtype), list(vs), *more)
+    full = [i for i, x in enumerate(xs) if x.shape[1]]
+    args: list[Any] = [left, [xs[i] for i in full]]
+    if right is not None and vs is not None:
+        args += [right, [vs[i] for i in full]] + (
+            [] if pull is None else [jnp.asarray(pull, xs[0].dtype)]
+        )
+    found = dict(zip(full, _choose(xs, "mix", _plain_mix, *args), strict=True))
+    return [found.get(i, x) for i, x in enumerate(xs)]
 
 
 def _choose(xs: Blocks, name: str, plain: Any, *args: Any) -> Any:
@@ -99,10 +102,14 @@ def _plain_mix(
     pull: Array | None = None,
 ) -> list[Array]:
     if right is None:
-        return [_written(lambda x: matmul(left, x - jnp.mean(x, 0)), x) for x in xs]
+        turn = lambda x: matmul(left.astype(x.dtype), x - jnp.mean(x, 0))
+        return [_written(turn, x) for x in xs]
     both = jnp.concatenate([left, right], 1)
-    pulled = lambda x, v: v if pull is None else v - pull * x
-    of = lambda x, v: matmul(both, jnp.concatenate([x - jnp.mean(x, 0), pulled(x, v)]))
+    pulled = lambda x, v: v if pull is None else v - jnp.asarray(pull, x.dtype) * x
+
+    def of(x: Array, v: Array) -> Array:
+        return matmul(both.astype(x.dtype), jnp.concatenate([x - jnp.mean(x, 0), pulled(x, v)]))
+
     return [_written(of, x, v) for x, v in zip(xs, vs, strict=True)]
 
 

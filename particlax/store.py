@@ -102,9 +102,9 @@ class Store:
             if self.team.first:
                 self.folder.seal(step, content)
                 then()
-            _trim()
         except BaseException as error:
             self.error = error
+        _trim()
 
     def wait(self) -> None:
         """Wait for the checkpoint under way; `CheckpointError` if it could not be written."""
@@ -142,7 +142,7 @@ class Store:
 def _trim() -> None:
     """Give memory that the threads of a save are done with back to the system: glibc keeps it, in a heap for each of them."""
     with contextlib.suppress(
-        OSError, AttributeError
+        Exception
     ):  # other C libraries have no such function, and no need of it
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -8,12 +8,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import sharding
 from particlax.errors import DataError, OptionError, TargetError, known_options
-from particlax.pairwise import Pulled
+from particlax.pairwise import Pulled, wide
 from particlax.particles import join, num_particles
 from particlax.priors import GaussianPrior
 
@@ -43,7 +42,7 @@ class Target(eqx.Module):
     whose layers keep statistics (batch norm) or draw random numbers (dropout). `carried` belongs to one particle
     and travels in `State.carried`; `key` is fresh for every particle and step.
 
-    The part of the scores that comes from a `px.networks.GaussianPrior` with one variance needs no pass of its own over the particles.
+    The part of the scores that comes from a `px.priors.GaussianPrior` with one variance needs no pass of its own over networks.
 
     `validate(params, carried, batch, data)`, if given, is called once by `px.run` before anything is compiled, with the shapes of
     one particle and of a batch, and all data: a place to refuse data that would fail silently.
@@ -59,7 +58,6 @@ class Target(eqx.Module):
     log_likelihood: Callable[..., Any] | None
     num_data: int | None
     stateful: bool
-    precision: float | None
     validate: Callable[..., None] | None
 
     @known_options
@@ -104,13 +102,23 @@ class Target(eqx.Module):
             )
         self.log_density = _opaque(log_density)
         self.log_prior = _opaque(log_prior)
-        self.precision = log_prior.precision if isinstance(log_prior, GaussianPrior) else None
         self.log_likelihood = _opaque(log_likelihood)
         self.num_data = None if num_data is None else int(num_data)
         if stateful and log_likelihood is None:
             raise OptionError("Target got stateful=True without log_likelihood; expected both")
         self.stateful = bool(stateful)
         self.validate = validate
+
+    @property
+    def precision(self) -> Any:
+        """That of a Gaussian prior with one variance, whose part of the scores is added apart; else None."""
+        prior = self.log_prior
+        if isinstance(prior, functools.partial) and not prior.args and not prior.keywords:
+            prior = prior.func  # as `_opaque` made it
+        known = (
+            isinstance(prior, GaussianPrior) and type(prior) is GaussianPrior
+        )  # a subclass may mean anything
+        return prior.precision if known else None
 
     def __call__(self, params: PyTree, batch: PyTree = None) -> Float[Array, ""]:
         """The log density of one particle (an unbiased estimate of it, given a minibatch)."""
@@ -122,13 +130,6 @@ class Target(eqx.Module):
         """The log density and what is carried on."""
         prior, likelihood, carried = self._parts(params, batch, carried, key)
         return prior + likelihood, carried
-
-    def _sloped(
-        self, params: PyTree, batch: PyTree, carried: PyTree, key: Key[Array, ""] | None
-    ) -> tuple[Float[Array, ""], PyTree]:
-        """The same, without the slope of a prior that `_finished` adds."""
-        prior, likelihood, carried = self._parts(params, batch, carried, key)
-        return (prior if self.precision is None else lax.stop_gradient(prior)) + likelihood, carried
 
     def _parts(
         self, params: PyTree, batch: PyTree, carried: PyTree, key: Key[Array, ""] | None
@@ -182,27 +183,38 @@ class Target(eqx.Module):
         if shared is not None:
             return self._evaluate_shared(particles, shared, batch, carried, key)
         if not self.stateful:
-            alone = lambda own, batch: self._sloped(own, batch, None, None)[0]
-            many = jax.vmap(jax.value_and_grad(alone), (0, None))
-            values, slopes = sharding.by_rows(lambda own: many(own, batch), particles)
+            one = lambda own: self._sloped(own, batch, None, None)
+            values, _, slopes = sharding.by_rows(jax.vmap(one), particles)
             return self._finished(particles, Evaluated(values, slopes, carried))
         assert key is not None
         place = jnp.arange(num_particles(particles))
-        one = jax.value_and_grad(self._sloped, has_aux=True)
 
         def some(particles: PyTree, carried: PyTree, place: Array) -> Any:
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, place)
-            return jax.vmap(one, (0, None, 0, 0))(particles, batch, carried, keys)
+            return jax.vmap(self._sloped, (0, None, 0, 0))(particles, batch, carried, keys)
 
-        (values, carried), slopes = sharding.by_rows(some, particles, carried, place)
+        values, carried, slopes = sharding.by_rows(some, particles, carried, place)
         return self._finished(particles, Evaluated(values, slopes, carried))
 
+    def _sloped(
+        self, params: PyTree, batch: PyTree, carried: PyTree, key: Key[Array, ""] | None
+    ) -> tuple[Float[Array, ""], PyTree, PyTree]:
+        """The log density, what is carried on, and the slope, but for a prior's that `_finished` adds."""
+        apart = self.precision is not None
+
+        def inner(params: PyTree) -> Any:
+            prior, likelihood, new = self._parts(params, batch, carried, key)
+            return (likelihood, (prior, new)) if apart else (prior + likelihood, (0.0, new))
+
+        (value, (prior, new)), slope = jax.value_and_grad(inner, has_aux=True)(params)
+        return prior + value, new, slope
+
     def _finished(self, particles: PyTree, seen: Evaluated, shared: PyTree = None) -> Evaluated:
-        """With the slope of the prior, if `_sloped` left it out."""
+        """With the slope of the prior, if it was left out."""
         pull = self.precision
         if pull is None:
             return seen
-        add = lambda slope, x: slope - jnp.asarray(pull, x.dtype) * x
+        add = lambda slope, x: (wide(slope) - pull * wide(x)).astype(slope.dtype)
         score, common = jax.tree.map(add, (seen.score, seen.shared), (particles, shared))
         return seen._replace(score=score, shared=common, pulled=Pulled(seen.score, pull))
 
@@ -211,10 +223,13 @@ class Target(eqx.Module):
     ) -> Evaluated:
         """One gradient of the sum: by a particle it is that particle's score, by a shared leaf M times the mean."""
 
+        apart = self.precision is not None
+
         def total(particles: PyTree, shared: PyTree, carried: PyTree) -> Any:
-            one = lambda own, old: self._sloped(join(own, shared), batch, old, key)
-            values, new = jax.vmap(one)(particles, carried)
-            return jnp.sum(values), (values, new)
+            one = lambda own, old: self._parts(join(own, shared), batch, old, key)
+            priors, likelihoods, new = jax.vmap(one)(particles, carried)
+            values = priors + likelihoods
+            return jnp.sum(likelihoods if apart else values), (values, new)
 
         def some(particles: PyTree, carried: PyTree) -> Any:
             grads, found = jax.grad(total, (0, 1), has_aux=True)(particles, shared, carried)

@@ -111,18 +111,19 @@ def _mix_body(left_ref: Any, x_ref: Any, *refs: Any, num: int, rows: int) -> Non
 
     *more, out_ref = refs
     start = pl.program_id(0) * BLOCK
-    tile, inside = _tile(x_ref, start, num, rows)
-    tile, _ = _centre(tile, inside, num)
+    x, inside = _tile(x_ref, start, num, rows)
+    tile, _ = _centre(x, inside, num)
     out = gpu.exact(gpu.halves(left_ref[...]), gpu.halves(tile))
     if more:
-        right_ref, v_ref = more
-        out += gpu.exact(gpu.halves(right_ref[...]), gpu.halves(_tile(v_ref, start, num, rows)[0]))
+        right_ref, pull_ref, v_ref = more
+        value = _tile(v_ref, start, num, rows)[0] - pull_ref[0] * x
+        out += gpu.exact(gpu.halves(right_ref[...]), gpu.halves(value))
     triton.store(out_ref.at[_window(start, rows)], out, mask=inside)
 
 
 def _padded(matrix: Array) -> Array:
     extra = _rows(len(matrix)) - len(matrix)
-    return jnp.pad(matrix, ((0, extra), (0, extra)))
+    return jnp.pad(matrix.astype(jnp.float32), ((0, extra), (0, extra)))
 
 
 def mix(
@@ -135,11 +136,10 @@ def mix(
     """left @ (x - m) + right @ (v - pull * x)."""
     num = len(left)
     kernel = functools.partial(_mix_body, num=num, rows=_rows(num))
-    if pull is not None:
-        vs = [v - pull * x for v, x in zip(vs, xs, strict=True)]
+    pulls = jnp.full(1, 0.0 if pull is None else pull, jnp.float32)
     out = []
     for x, *v in zip(xs, vs, strict=True) if vs else zip(xs, strict=True):
-        more = () if right is None else (_padded(right), *v)
+        more = () if right is None else (_padded(right), pulls, *v)
         shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
         grid = (math.ceil(x.shape[1] / BLOCK),)
         out.append(gpu.launch(kernel, shape, grid, _padded(left), x, *more))

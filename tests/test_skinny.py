@@ -237,8 +237,73 @@ def test_scores_put_together_on_the_way_are_the_scores(mode):
     for log_prior in (prior, lambda p: 1.0 * prior(p)):
         target = px.Target(log_prior=log_prior, log_likelihood=loss, num_data=8)
         assert (target.precision is None) == (log_prior is not prior)
-        flow = px.pi_sgld(target, step_size=1e-4, diffusion=px.diffusions.Blob())
+        flow = px.pi_sgld(target, step_size=1.0, diffusion=px.diffusions.Blob())
         state = flow.init(jax.vmap(start)(jax.random.split(jax.random.key(0), 4)))
         moved.append(jax.jit(flow.step)(jax.random.key(1), state, batch)[0].particles)
     for one, other in zip(jax.tree.leaves(moved[0]), jax.tree.leaves(moved[1]), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
+        size = float(jnp.abs(other).max())
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6 * size)
+
+
+def test_metrics_with_a_frame_of_their_own_get_whole_scores():
+    class Twice(px.terms.Frame):
+        def points(self, x):
+            return jax.tree.map(lambda leaf: leaf / 2, x)
+
+        def scores(self, score):
+            return jax.tree.map(lambda leaf: 2 * leaf, score)
+
+        def back(self, velocity):
+            return jax.tree.map(lambda leaf: 2 * leaf, velocity)
+
+    class Scaled(px.metrics.Identity):
+        def frame(self, particles):
+            return Twice()
+
+    prior, moved = px.priors.GaussianPrior(2.0), []
+    batch = jnp.ones(2)
+    for log_prior in (prior, lambda p: 1.0 * prior(p)):
+        target = px.Target(log_prior=log_prior, log_likelihood=lambda p, b: jnp.sum(p) * b, num_data=2)  # fmt: skip
+        flow = px.svgd(target, step_size=1.0, metric=Scaled())
+        x = jax.random.normal(jax.random.key(0), (4, 5000))
+        moved.append(jax.jit(flow.step)(jax.random.key(1), flow.init(x), batch)[0].particles)
+    np.testing.assert_allclose(moved[0], moved[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_particle_far_away_does_not_blur_the_others(mode):
+    """Whichever it is: with no weight on it, it tells only through the mean."""
+    x, v, left, right = cloud(16, 8200, centre=0.0, spread=1.0)
+    left[1:, 0] = right[1:, 0] = 0
+    errors = []
+    for far in (0, 15):
+        moved = x.copy()
+        order = np.r_[far, np.delete(np.arange(16), far)]
+        moved[0] += 1e4
+        place = np.argsort(order)
+        x1, v1, l1, r1 = moved[place], v[place], left[np.ix_(place, place)], right[np.ix_(place, place)]  # fmt: skip
+        found = whole(skinny.mix(jnp.asarray(l1), parts(x1), jnp.asarray(r1), parts(v1)))
+        exact = x1.astype(float)
+        truth = l1.astype(float) @ (exact - exact.mean(0)) + r1.astype(float) @ v1
+        others = np.arange(16) != far
+        errors.append(relative(found[others], truth[others]))
+    assert max(errors) < 1e-4
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_leaves_of_several_kinds(mode, x64):
+    """Empty ones, and two dtypes at once."""
+    with jax.enable_x64(x64):
+        wide = jnp.float64 if x64 else jnp.float32
+        tree = {
+            "a": jax.random.normal(jax.random.key(0), (3, 9000), wide),
+            "b": jax.random.normal(jax.random.key(1), (3, 8500), jnp.float32),
+            "none": jnp.zeros((3, 0)),
+        }
+        target = px.Target(lambda p: -0.5 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)))
+        flow = px.svgd(target, step_size=0.1)
+        moved = flow.step(jax.random.key(2), flow.init(tree))[0].particles
+        flat = jnp.concatenate([tree["a"], tree["b"].astype(wide)], 1)
+        other = flow.step(jax.random.key(2), flow.init(flat))[0].particles
+        joined = np.concatenate([moved["a"], moved["b"], moved["none"]], 1)
+        np.testing.assert_allclose(joined, other, rtol=1e-5, atol=1e-5)
+        assert moved["a"].dtype == wide and moved["b"].dtype == jnp.float32

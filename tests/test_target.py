@@ -159,3 +159,43 @@ def test_dtype_follows_the_particles():
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         values, scores = px.Target(lambda x: -jnp.sum(x**2)).score(jnp.ones((3, 2), dtype))
         assert values.dtype == scores.dtype == dtype
+
+
+# Gaussian priors, whose slope is added apart
+
+
+def gaussian(prior, dtype=jnp.float32):
+    likelihood = lambda p, b: jnp.sum(p) * b["x"].astype(dtype)
+    target = px.Target(log_prior=prior, log_likelihood=likelihood, num_data=4)
+    return target, {"x": jnp.full(2, -12.0)}
+
+
+def test_values_keep_the_slope_of_a_prior():
+    target, batch = gaussian(px.priors.GaussianPrior(0.5))
+    x = jnp.array([[1.0, 2.0, 3.0]])
+    slope = jax.grad(lambda x: target.score(x, batch)[0].sum())(x)
+    np.testing.assert_allclose(slope, target.score(x, batch)[1])
+    np.testing.assert_allclose(slope, [[-50.0, -52.0, -54.0]])
+
+
+def test_priors_that_are_not_plain_are_differentiated():
+    class Off(px.priors.GaussianPrior):
+        def __call__(self, params):
+            return super().__call__(params - 10)
+
+    target, batch = gaussian(Off(0.5))
+    assert target.precision is None
+    scores = target.score(jnp.array([[1.0, 2.0, 3.0]]), batch)[1]
+    np.testing.assert_allclose(scores, [[-30.0, -32.0, -34.0]])
+    plain = gaussian(px.priors.GaussianPrior(0.5))[0]
+    flat = eqx.tree_at(lambda t: t.log_prior, plain, lambda p: 0.0)
+    scores = flat.score(jnp.array([[1.0, 2.0, 3.0]]), batch)[1]
+    np.testing.assert_allclose(scores, [[-48.0, -48.0, -48.0]])
+
+
+@pytest.mark.parametrize(("dtype", "variance"), [(jnp.float16, 1e-5), (jnp.bfloat16, 0.3)])
+def test_half_precision_particles_have_a_whole_prior(dtype, variance):
+    target = px.Target(log_prior=px.priors.GaussianPrior(variance), log_likelihood=lambda p, b: 0.0 * jnp.sum(p) * b, num_data=2)  # fmt: skip
+    x = jnp.array([[0.01, 0.0, 0.02]], dtype)
+    scores = np.asarray(target.score(x, jnp.ones(2, dtype))[1], float)
+    np.testing.assert_allclose(scores, -np.asarray(x, float) / variance, rtol=2.0**-8)
