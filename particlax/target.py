@@ -112,13 +112,11 @@ class Target(eqx.Module):
     @property
     def precision(self) -> Any:
         """That of a Gaussian prior with one variance, whose part of the scores is added apart; else None."""
-        prior = self.log_prior
+        prior: Any = self.log_prior
         if isinstance(prior, functools.partial) and not prior.args and not prior.keywords:
             prior = prior.func  # as `_opaque` made it
-        known = (
-            isinstance(prior, GaussianPrior) and type(prior) is GaussianPrior
-        )  # a subclass may mean anything
-        return prior.precision if known else None
+        plain = type(prior) is GaussianPrior  # a subclass may mean anything
+        return prior.precision if plain else None
 
     def __call__(self, params: PyTree, batch: PyTree = None) -> Float[Array, ""]:
         """The log density of one particle (an unbiased estimate of it, given a minibatch)."""
