@@ -13,7 +13,6 @@ from particlax import (
     particles,
     plots,
     predictive,
-    priors,
     schedules,
     zoo,
 )
@@ -55,7 +54,6 @@ __all__ = [
     "pi_sgld",
     "plots",
     "predictive",
-    "priors",
     "run",
     "sample",
     "schedules",

@@ -42,7 +42,7 @@ class Target(eqx.Module):
     whose layers keep statistics (batch norm) or draw random numbers (dropout). `carried` belongs to one particle
     and travels in `State.carried`; `key` is fresh for every particle and step.
 
-    The part of the scores that comes from a `px.priors.GaussianPrior` with one variance needs no pass of its own over networks.
+    The part of the scores that comes from a `px.networks.GaussianPrior` with one variance needs no pass of its own over networks.
 
     `validate(params, carried, batch, data)`, if given, is called once by `px.run` before anything is compiled, with the shapes of
     one particle and of a batch, and all data: a place to refuse data that would fail silently.
