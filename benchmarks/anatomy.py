@@ -22,7 +22,7 @@ import particlax as px
 from benchmarks import interaction, machine
 from benchmarks.beside import where
 from experiments import mnist, report
-from experiments.study import Evaluation, Run, Study, Table, by_seed
+from experiments.study import Evaluation, Study, Table, by_seed
 
 ROLES = {"distances": ("_distance_body", "_gram_body"), "mixing": ("_mix_body",), "products": ("gemm", "dot", "cutlass", "ynn")}  # fmt: skip
 """Parts of kernels' names; matrix products are the networks' own."""
@@ -130,18 +130,13 @@ def table(found: list[dict]) -> report.Rows:
     return rows
 
 
-def runs(c: Config) -> Iterator[Run]:
-    """One pass per seed."""
-    yield from by_seed(one_pass)(c)
-
-
 STUDY = Study(
     name="anatomy",
     title="What a step of 20 networks spends its time on",
     paper="",
     takes="1 minute on an H200",
     config=Config,
-    runs=runs,
+    runs=by_seed(one_pass),
     tables={"anatomy": Table("microseconds of a step", table)},
     smoke={"width": 16, "particles": 3, "rows": 500, "steps": 3},
 )

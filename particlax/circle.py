@@ -46,9 +46,8 @@ def look(x: Float[Array, "M D"]) -> Callable[[Array], tuple[Array, Array]]:
 def _fold(x: Array, begin: Any, size: int, measure: Callable[[Any, Array], Any]) -> Any:
     """`measure` over the squared distances of the particles from `begin` on to the half of the cloud after each."""
     num, shifts = len(x), len(x) // 2
-    first = jnp.minimum(
-        begin, num - size
-    )  # the last part begins early, with particles that are done: they are far from all
+    # The last part begins early, with particles that are done: they are put far from all.
+    first = jnp.minimum(begin, num - size)
     place = first + jnp.arange(size)
     columns = [x[:, d] for d in range(x.shape[1])]
     own = [lax.dynamic_slice(a, (first,), (size,)) for a in columns]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 __all__ = ["adjacent", "bisected", "by_sort", "upper"]
 
-COMPARED = range(64, 8129)
+COMPARED = range(496, 8129)
 """Sizes for which a GPU compares all numbers with all sooner than it sorts them."""
 ROWS = 32
 SAMPLE = 2048
