@@ -81,6 +81,7 @@ def _load(ref: Any, i: Any, leaf: _Leaf, lanes: int) -> Array:
 
 def _distance_body(*refs: Any, num: int, lanes: int, programs: int) -> None:
     from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
 
     *x_refs, out_ref = refs
     own = pl.program_id(0)
@@ -104,8 +105,30 @@ def _distance_body(*refs: Any, num: int, lanes: int, programs: int) -> None:
     zeros = [jnp.zeros(lanes, jnp.float32)] * (1 + len(pairs))
     turns = math.ceil(_tiles(x_refs, lanes) / programs)
     _, sums = lax.fori_loop(0, turns, add, (load(jnp.int32(0)), zeros))
-    for place, one in enumerate(sums):
-        out_ref[place, own] = jnp.sum(one)
+    if lanes != 32:
+        for place, one in enumerate(sums):
+            out_ref[place, own] = jnp.sum(one)
+        return
+    for start in range(0, len(sums), 32):
+        some = sums[start : start + 32]
+        lane = lax.iota(jnp.int32, 32)
+        inside = start + lane < len(sums)
+        triton.store(out_ref.at[start + lane, own], _totals(some), mask=inside)
+
+
+def _totals(sums: list[Array]) -> Array:
+    """The totals of up to 32 arrays with a number per thread of a warp, the k-th in thread k.
+
+    Each halving adds what a thread and its partner hold of two arrays at a time: 31 exchanges, where one total after the other would
+    take 160.
+    """
+    lane = lax.iota(jnp.int32, 32)
+    sums = sums + [jnp.zeros_like(sums[0])] * (32 - len(sums))
+    for bit in (16, 8, 4, 2, 1):
+        upper = (lane & bit) != 0
+        pairs = zip(sums[:bit], sums[bit:], strict=True)
+        sums = [jnp.where(upper, b, a) + gpu.partner(jnp.where(upper, a, b), bit) for a, b in pairs]
+    return sums[0]
 
 
 def distances(xs: Blocks) -> tuple[Array, Array]:

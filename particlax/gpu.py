@@ -25,6 +25,7 @@ __all__ = [
     "launch",
     "once",
     "one_at",
+    "partner",
     "possible",
 ]
 
@@ -142,6 +143,13 @@ def one_at(place: Array) -> Array:
     if MODE == "interpret":
         return jnp.where((place >= 0) & (place < 32), jnp.int32(1) << (place & 31), 0)
     return _instruction("shl.b32 $0, 1, $1;", "=r,r", place)
+
+
+def partner(x: Array, bit: int) -> Array:
+    """What the thread holds whose number in the warp differs in one bit: x has one number for each of 32 threads."""
+    if MODE == "interpret":
+        return x.reshape(-1, 2, bit)[:, ::-1].reshape(32)
+    return _instruction(f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, -1;", "=f,f", x)
 
 
 def halves(tile: Array) -> tuple[Array, Array]:
