@@ -316,7 +316,8 @@ class _Signals:
     def start(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self.old[number] = signal.signal(number, self._note) or signal.SIG_DFL
+                if signal.getsignal(number) != signal.SIG_IGN:  # a job in the background ignores Ctrl-C
+                    self.old[number] = signal.signal(number, self._note) or signal.SIG_DFL
 
     def stop(self) -> None:
         for number, handler in self.old.items():

@@ -324,10 +324,23 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 @pytest.fixture
 def handlers():
-    """The handlers before and after are the same."""
+    """The handlers before and after are the same: Python's own, even where tests run in the background."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     yield
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+    signal.signal(signal.SIGINT, found)
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path, handlers):
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        press = lambda: signal.raise_signal(signal.SIGINT)
+        result = go(checkpoint=tmp_path / "run", every=100, **at_step(5, press))
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert same(go().state, result.state)
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, handlers):
