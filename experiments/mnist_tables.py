@@ -32,7 +32,7 @@ def table(found: list[dict], width: int) -> report.Rows:
         what = " (ensemble)" if method in POINT else ""
         rows.append([
             method, str(len(seen)), "-" if paper is None else f"{paper:.2f}{single}",
-            f"{mean['error']:.2f}{spread}{what}", f"{np.mean(kept):.2f} ({len(kept)} seeds)" if kept else "-",
+            f"{mean['error']:.2f}{spread}{what}", f"{np.mean(kept):.2f} ({len(kept)} seed{'s' * (len(kept) > 1)})" if kept else "-",
             f"{mean['single_error']:.2f} ±{mean['single_sd']:.2f}", f"{mean['nll']:.4f}",
             f"{mean['ece']:.4f}", f"{mean['auroc']:.4f}",
         ])  # fmt: skip

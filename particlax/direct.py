@@ -2,7 +2,7 @@
 
 A GPU's ordinary units keep up with its memory there: every pair's differences are squared and added up, and rows are mixed number
 by number, without padding. All leaves of a cloud go through one launch, in tiles of one warp that are counted through all of them.
-A warp asks for the next numbers before it works on the ones it has.
+A warp asks for what comes next before it works on what it has.
 """
 
 import functools
@@ -28,8 +28,6 @@ WARPS = 1056
 """Tiles that are worked on at a time: eight for each processor of an H100."""
 REGISTERS = 200
 """Numbers that a thread may hold."""
-AHEAD = 2
-"""Particles that are asked for before they are needed."""
 
 
 def _lanes(held: int, most: int) -> int:
@@ -155,43 +153,39 @@ def _mix_body(weights_ref: Any, *refs: Any, num: int, lanes: int, both: bool) ->
 
     count = len(refs) // (3 if both else 2)
     x_refs, out_refs = refs[:count], refs[-count:]
-    v_refs = refs[count : 2 * count] if both else x_refs
+    v_refs = refs[count : 2 * count] if both else [None] * count
     leaves = _leaves(x_refs, pl.program_id(0), lanes)
     for x_ref, v_ref, out_ref, leaf in zip(x_refs, v_refs, out_refs, leaves, strict=True):
-        names = [x_ref, v_ref] if both else [x_ref]
-
-        def load(i: Any, most: int, names: Any = names, leaf: _Leaf = leaf) -> list[Array]:
-            i = jnp.minimum(i, num - 1)
-            return [_load(ref, i, leaf, lanes) for ref in names[:most]]
-
-        tile = functools.partial(_mix_tile, weights_ref, load, num=num, lanes=lanes, both=both)
 
         @pl.when(leaf.here)
-        def _(tile: Any = tile, out_ref: Any = out_ref, leaf: _Leaf = leaf) -> None:
-            for i, one in enumerate(tile()):
-                triton.store(out_ref.at[_row(i, leaf.start, lanes)], one, mask=leaf.inside)
+        def _(x_ref: Any = x_ref, v_ref: Any = v_ref, out_ref: Any = out_ref, leaf: _Leaf = leaf):
+            read = lambda ref: [_load(ref, i, leaf, lanes) for i in range(num)]
+            place = lambda i: out_ref.at[_row(i, leaf.start, lanes)]
+            store = lambda i, row: triton.store(place(i), row, mask=leaf.inside)
+            _mix_tile(weights_ref, read(x_ref), [] if v_ref is None else read(v_ref), store)
 
 
-def _mix_tile(
-    weights_ref: Any, load: Callable[[Any, int], list[Array]], *, num: int, lanes: int, both: bool
-) -> list[Array]:
-    """One tile: a first look for the mean, then a sum particle by particle, whose numbers are near by then."""
-    zero = jnp.zeros(lanes, jnp.float32)
-    mean = sum((load(jnp.int32(i), 1)[0] for i in range(num)), zero) / num
-    pull = weights_ref[num, 0]
+def _mix_tile(weights_ref: Any, x: list[Array], v: list[Array], store: Callable) -> None:
+    """One tile, all of whose numbers are read by now: results are written particle by particle."""
+    num = len(x)
+    zero, pull = jnp.zeros_like(x[0]), weights_ref[num, 0]
+    mean = sum(x, zero) / num
+    away = [one - mean for one in x]
+    v = [gpu.fma(one, -pull, value) for one, value in zip(x, v, strict=False)]
+    weights = lambda i, start: [weights_ref[i, start + j] for j in range(num)]
 
-    def add(j: Any, carry: Any) -> Any:
-        (now, *later), out = carry
-        later.append(load(j + AHEAD, 2))
-        away = now[0] - mean
-        out = [gpu.fma(away, weights_ref[j, i], o) for i, o in enumerate(out)]
-        if both:
-            value = gpu.fma(now[0], -pull, now[1])
-            out = [gpu.fma(value, weights_ref[j, num + i], o) for i, o in enumerate(out)]
-        return later, out
+    def write(i: Any, left: list[Array]) -> list[Array]:
+        right = weights(i, num) if v else []
+        one, other = zero, zero
+        for weight, number in zip(left, away, strict=True):
+            one = gpu.fma(number, weight, one)
+        left = weights(jnp.minimum(i + 1, num - 1), 0)  # asked for before they are needed
+        for weight, number in zip(right, v, strict=True):
+            other = gpu.fma(number, weight, other)
+        store(i, one + other)
+        return left
 
-    ahead = [load(jnp.int32(i), 2) for i in range(AHEAD)]
-    return lax.fori_loop(0, num, add, (ahead, [zero] * num))[1]
+    lax.fori_loop(jnp.int32(0), jnp.int32(num), write, weights(jnp.int32(0), 0))
 
 
 def mix(
@@ -203,11 +197,10 @@ def mix(
 ) -> list[Array]:
     """left @ (x - m) + right @ (v - pull * x)."""
     num, both = len(left), right is not None
-    columns = left.T if right is None else jnp.concatenate([left.T, right.T], 1)
-    width = columns.shape[1]
-    pulls = jnp.full((1, width), 0.0 if pull is None else pull, jnp.float32)
-    lanes = _lanes(num, 4)
+    rows = left if right is None else jnp.concatenate([left, right], 1)
+    pulls = jnp.full((1, rows.shape[1]), 0.0 if pull is None else pull, jnp.float32)
+    lanes = _lanes(2 * num, 4)
     kernel = functools.partial(_mix_body, num=num, lanes=lanes, both=both)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in xs]
-    weights = jnp.concatenate([columns, pulls]).astype(jnp.float32)
+    weights = jnp.concatenate([rows, pulls]).astype(jnp.float32)
     return list(gpu.launch(kernel, shapes, (_tiles(xs, lanes),), weights, *xs, *vs, warps=1))

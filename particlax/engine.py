@@ -1,5 +1,6 @@
 """The compiled part of a run: chunks of steps, the search for a step that failed, and the mending of lost particles."""
 
+import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,6 +22,8 @@ NOISE = 0.01
 """Noise on a copy that replaces a lost particle, in units of the cloud's spread."""
 ATTEMPTS = 10
 """How often particles are replaced at one and the same step before the run gives up."""
+TOGETHER = (20, 16, 10, 8, 5, 4, 2)
+"""How many steps an inner loop may have, the best first: few, since each is another compilation."""
 
 
 class Fixed(NamedTuple):
@@ -34,10 +37,11 @@ class Fixed(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Which clouds to keep: of every `thin` steps one, in a buffer for `rows` of them; none without rows."""
+    """Which clouds to keep: of every `thin` steps one, in a buffer for `rows` of them; none without rows. And `together`."""
 
     thin: Array
     rows: int
+    together: int = 1
 
 
 class Taken(NamedTuple):
@@ -57,6 +61,12 @@ class Replaced(NamedTuple):
     neighbour: int
 
 
+def together(*counts: int) -> int:
+    """How many steps can always be taken together if chunks end at multiples of these counts."""
+    common = math.gcd(*counts)
+    return next((size for size in TOGETHER if common % size == 0), 1)
+
+
 def copy(tree: Any) -> Any:
     """Arrays of one's own, safe from donation."""
     return jax.tree.map(jnp.copy, tree)
@@ -65,7 +75,8 @@ def copy(tree: Any) -> Any:
 def advance(fixed: Fixed, state: State, size: int, clock: Clock) -> Taken:
     """Take `size` steps; `NonFiniteError` where one of them fails."""
     before = copy(state)  # the chunk donates its input; from this copy a failure is replayed
-    state, log_density, ok, kept = _chunk(fixed, state, jnp.int32(size), *clock)
+    turns = jnp.int32(size // clock.together)
+    state, log_density, ok, kept = _chunk(fixed, state, turns, clock)
     if not bool(ok):
         raise _failure(fixed, before, size)
     return Taken(state, log_density, kept, size)
@@ -85,7 +96,7 @@ def advance_mending(
             raise
         # Replayed by the program that took the steps, so that the result does not depend on where chunks begin.
         steps = error.step - int(before.step)
-        state, log_density, _, kept = _chunk(fixed, before, jnp.int32(steps), *clock)
+        state, log_density, _, kept = _chunk(fixed, before, jnp.int32(steps), clock)
         key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
         key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
         state, sources = _mend(key, state, error.particles)
@@ -110,8 +121,9 @@ def _one(fixed: Fixed, state: State) -> tuple[State, Array]:
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _chunk(fixed: Fixed, state: State, size: Array, thin: Array, rows: int) -> Any:
-    """`size` steps; with `rows`, the clouds of steps that `thin` divides, in a buffer."""
+def _chunk(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
+    """`turns` times `together` steps; with `rows`, the clouds of steps that `thin` divides, in a buffer."""
+    thin, rows, together = clock
 
     def body(_: Any, carry: Any) -> Any:
         state, _, ok, buffer, row = carry
@@ -126,7 +138,9 @@ def _chunk(fixed: Fixed, state: State, size: Array, thin: Array, rows: int) -> A
     blank = jnp.zeros(num_particles(state.particles), jnp.result_type(float))
     empty = jax.tree.map(lambda p: jnp.zeros((rows + 1, *p.shape), p.dtype), state.particles)
     carry = (state, blank, jnp.array(True), empty if rows else None, jnp.int32(0))
-    state, log_density, ok, buffer, _ = lax.fori_loop(0, size, body, carry)
+    turn = lambda _, carry: lax.fori_loop(0, together, body, carry)
+    end = lax.fori_loop(0, turns, turn if together > 1 else body, carry)
+    state, log_density, ok, buffer, _ = end
     return state, log_density, ok & ~jnp.any(_bad_move(state)), buffer
 
 

@@ -18,7 +18,7 @@ from particlax import placement
 from particlax.checkpoints import Checkpoints
 from particlax.checks import as_key, whole
 from particlax.data import Minibatches
-from particlax.engine import Clock, Fixed, Replaced, Taken, advance, advance_mending, copy
+from particlax.engine import Clock, Fixed, Replaced, Taken, advance, advance_mending, copy, together
 from particlax.errors import NonFiniteError, OptionError, expect, known_options, one_of
 from particlax.fingerprint import describe_run
 from particlax.flow import Flow, State
@@ -222,14 +222,16 @@ class _Task:
         """Step until the end, looking up between chunks."""
         began, (state, log_density, replaced, _, stopped) = time.perf_counter(), begun
         every = self.observe_every if self.watching else None
-        pace = _Pace(self.steps, every, int(state.step) - self.first)
+        done = int(state.step) - self.first
+        pace = _Pace(self.steps, every, done, self._together(done, every or 0, saver.steps))
         keeper = _Keeper(state, self.thin, self.steps)
         while pace.done < self.steps and not stopped:
             step = self.first + pace.done
             room = functools.partial(self._room, step, pace, keeper, saver)
             size = min(self.team.each(room))  # all take the same steps, whatever their clocks say
             try:
-                taken = self._advance(state, step, size, keeper, replaced)
+                clock = Clock(jnp.int32(max(keeper.thin, 1)), keeper.rows, pace.together)
+                taken = self._advance(state, step, size, clock, replaced)
             except NonFiniteError as error:
                 raise saver.explained(error) from None
             state, log_density = taken.state, taken.log_density if taken.steps else log_density
@@ -251,20 +253,34 @@ class _Task:
         fed = self.feed.room(step) if self.feed else 1 << 30
         return min(pace.next(), keeper.room(step), saver.room(step), fed)
 
+    def _together(self, done: int, observed: int, saved: int) -> int:
+        """Steps in an inner loop. On a GPU the host looks after each turn of a loop whether another follows, unless the number
+        of turns is part of the program."""
+        ends_anywhere = self.feed is not None or self.on_nonfinite == "replace"
+        if ends_anywhere or not _waits():
+            return 1
+        absolute = [saved, self.thin or 0]  # due by number, wherever the run began
+        start = self.first if any(absolute) else 0
+        return together(self.steps, done, observed, *absolute, start)
+
     def _advance(
-        self, state: State, step: int, size: int, keeper: "_Keeper", replaced: list[Replaced]
+        self, state: State, step: int, size: int, clock: Clock, replaced: list[Replaced]
     ) -> Taken:
         data = self.data
         if self.feed:
             data = self.feed.at(step)
         fixed = Fixed(self.flow, data, self.key, self.data_key, self.layout)
-        clock = Clock(jnp.int32(max(keeper.thin, 1)), keeper.rows)
         if self.on_nonfinite == "replace":
             return advance_mending(fixed, state, size, clock, replaced)
         return advance(fixed, state, size, clock)
 
     def _shown(self, state: State, log_density: Array, seconds: float) -> Snapshot:
         return Snapshot(copy(state), log_density, self.last, seconds)
+
+
+def _waits() -> bool:
+    """Whether loops wait for the host."""
+    return jax.default_backend() == "gpu"
 
 
 def _observe(observers: Sequence[Callable[[Snapshot], Any]], shown: Callable[[], Snapshot]) -> bool:
@@ -279,9 +295,9 @@ def _observe(observers: Sequence[Callable[[Snapshot], Any]], shown: Callable[[],
 class _Pace:
     """How many steps to take before Python looks again."""
 
-    def __init__(self, steps: int, every: int | None, done: int):
-        self.steps, self.every = steps, every
-        self.done, self.chunk, self.mark = done, 1, time.perf_counter()
+    def __init__(self, steps: int, every: int | None, done: int, together: int):
+        self.steps, self.every, self.together = steps, every, together
+        self.done, self.chunk, self.mark = done, together, time.perf_counter()
 
     def next(self) -> int:
         self.mark = time.perf_counter()
@@ -291,7 +307,8 @@ class _Pace:
     def took(self, size: int) -> None:
         self.done += size
         spent = max(time.perf_counter() - self.mark, 1e-9)
-        self.chunk = max(1, int(min(4 * max(size, self.chunk), size * CHUNK_SECONDS / spent)))
+        wanted = int(min(4 * max(size, self.chunk), size * CHUNK_SECONDS / spent))
+        self.chunk = max(1, wanted // self.together) * self.together
 
     def due(self) -> bool:
         return not self.every or self.done % self.every == 0 or self.done == self.steps

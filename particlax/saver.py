@@ -54,6 +54,8 @@ def fresh(state: State, layout: Layout | None = None) -> Begun:
 class NoSaver:
     """A run without checkpoints."""
 
+    steps = 0
+
     def __init__(self, layout: Layout | None = None):
         self.layout = layout
 
@@ -316,7 +318,9 @@ class _Signals:
     def start(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                if signal.getsignal(number) != signal.SIG_IGN:  # a job in the background ignores Ctrl-C
+                if (
+                    signal.getsignal(number) != signal.SIG_IGN
+                ):  # a job in the background ignores Ctrl-C
                     self.old[number] = signal.signal(number, self._note) or signal.SIG_DFL
 
     def stop(self) -> None:

@@ -105,6 +105,58 @@ def test_chunks_do_not_matter(key, monkeypatch):
     assert same(whole.state, cut.state)
 
 
+def test_steps_of_an_inner_loop():
+    together = run_module.together
+    assert [together(n, 0) for n in (1000, 900, 48, 30, 15, 14, 7, 1)] == [
+        20,
+        20,
+        16,
+        10,
+        5,
+        2,
+        1,
+        1,
+    ]
+    assert together(1000, 10) == 10
+    assert together(1000, 0, 64, 0, 24) == 8
+
+
+TOGETHER = [
+    ({}, 0, 16),
+    ({}, 6, 16),
+    ({"thin": 4}, 0, 4),
+    ({"thin": 4}, 6, 2),  # due at steps 8, 12, ...: two after the start
+    ({"observe_every": 8}, 6, 8),
+    ({"every": 12}, 0, 4),
+    ({"every": 12}, 9, 1),
+]
+
+
+@pytest.mark.parametrize(("options", "start", "expected"), TOGETHER)
+def test_steps_taken_together_do_not_matter(options, start, expected, key, tmp_path, monkeypatch):
+    """As on a GPU: loops within loops."""
+    flow, seen, taken, advance = FLOWS["svgd"], [], [], run_module.advance
+    begin = go(flow, cloud(), start, key).state
+    whole = go(flow, begin, 48, key, thin=options.get("thin"))
+
+    def noted(fixed, state, size, clock):
+        taken.append((size, clock.together))
+        return advance(fixed, state, size, clock)
+
+    monkeypatch.setattr(run_module, "_waits", lambda: True)
+    monkeypatch.setattr(run_module, "advance", noted)
+    folder = {"checkpoint": tmp_path / "run"} if "every" in options else {}
+    watch = lambda s: seen.append(int(s.state.step) - start)
+    nested = go(flow, begin, 48, key, observers=watch, **options, **folder)
+    assert same(whole.state, nested.state)
+    assert same(whole.history, nested.history)
+    assert {each for _, each in taken} == {expected}
+    assert sum(size for size, _ in taken) == 48
+    assert all(size % expected == 0 for size, _ in taken)
+    if "observe_every" in options:
+        assert seen == list(range(8, 49, 8))
+
+
 @pytest.mark.parametrize("name", ["sgld", "svgd"])
 @pytest.mark.parametrize("thin", [1, 4, 12, 30])
 def test_history(name, thin, key):
