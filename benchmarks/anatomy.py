@@ -23,7 +23,6 @@ from benchmarks import interaction, machine
 from benchmarks.beside import where
 from experiments import mnist, report
 from experiments.study import Evaluation, Study, Table, by_seed
-from particlax import gpu
 
 ROLES = {"distances": ("_distance_body", "_gram_body"), "mixing": ("_mix_body",), "products": ("gemm", "dot", "cutlass", "ynn")}  # fmt: skip
 """Parts of kernels' names; matrix products are the networks' own."""
@@ -102,14 +101,13 @@ def one_pass(c: Config, seed: int) -> Iterator[Evaluation]:
     particles = jax.vmap(functools.partial(mnist.start, c.width))(keys)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(particles))
     flows = mnist.flows(mnist.Config(), c.width, c.rows)
-    advance = interaction.compiled(interaction.advance, gpu.options())
     for name in interaction.PASSES:
         flow = flows[name]()
         state = flow.init(particles)
 
         def go(flow: px.Flow = flow) -> px.State:
             nonlocal state
-            state = advance((flow, batches), state, jnp.int32(c.steps))
+            state = interaction.advance((flow, batches), state, jnp.int32(c.steps))
             return state
 
         profile = profiled(go, c.steps)

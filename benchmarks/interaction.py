@@ -4,8 +4,7 @@ python -m experiments run interaction                 # 784-400-400-10, M = 20, 
 python -m experiments run interaction --widths=800
 
 The networks without interaction are written in plain JAX: a vmapped gradient and optax. Each method is one compiled loop of steps,
-batches included; methods take turns, and a ratio is taken within a turn. The data are noise: time does not depend on them. On a GPU
-all are compiled with the options that px.run takes there, except "plain JAX, no options".
+batches included; methods take turns, and a ratio is taken within a turn. The data are noise: time does not depend on them.
 """
 
 import dataclasses
@@ -26,9 +25,8 @@ from benchmarks.beside import where
 from benchmarks.timing import times
 from experiments import mnist, report
 from experiments.study import Evaluation, Run, Study, Table
-from particlax import gpu
 
-ALONE, BARE = "plain JAX", "plain JAX, no options"
+ALONE = "plain JAX"
 PASSES = {"RMSprop": 0, "SGLD": 0, "SVGD": 4, "w-SGLD": 3, "w-SGLD-B": 3, "pi-SGLD": 4}
 """Every method, and how often its interaction reads or writes M D numbers: once for the distances; then cloud, result and, in
 Stein's direction, scores. Terms are added up before one mixing."""
@@ -47,6 +45,7 @@ class Config:
     seeds: int = 1
 
 
+@eqx.filter_jit(donate="all-except-first")
 def advance(fixed: tuple[px.Flow, px.Minibatches], state: px.State, steps: jax.Array) -> px.State:
     """So many steps, in a compiled loop."""
     flow, batches = fixed
@@ -55,6 +54,7 @@ def advance(fixed: tuple[px.Flow, px.Minibatches], state: px.State, steps: jax.A
     return jax.lax.fori_loop(0, steps, one, state)
 
 
+@eqx.filter_jit(donate="all-except-first")
 def advance_alone(fixed: tuple[px.Flow, px.Minibatches], state: Any, steps: jax.Array) -> Any:
     """The same networks without particlax: a vmapped gradient, and the optimizer of `fixed`."""
     flow, batches = fixed
@@ -68,11 +68,6 @@ def advance_alone(fixed: tuple[px.Flow, px.Minibatches], state: Any, steps: jax.
         return optax.apply_updates(particles, updates), memory
 
     return jax.lax.fori_loop(0, steps, one, state)
-
-
-def compiled(go: Any, options: dict[str, Any] | None) -> Any:
-    """The loop as a program that takes its state's memory over."""
-    return eqx.filter_jit(go, donate="all-except-first", compiler_options=options)  # pyright: ignore
 
 
 class Entrant:
@@ -104,17 +99,11 @@ def one_pass(c: Config, width: int, seed: int) -> Iterator[Evaluation]:
     particles = jax.vmap(functools.partial(mnist.start, width))(keys)
     flows = {name: flow() for name, flow in mnist.flows(mnist.Config(), width, c.rows).items()}
     rms = flows["RMSprop"]
-    start = (particles, rms.integrator.init(particles))
-    alone = lambda options: Entrant(
-        compiled(advance_alone, options), (rms, batches), jax.tree.map(jnp.copy, start), c.turn
-    )
-    entrants = {ALONE: alone(gpu.options())}
-    if gpu.options():
-        entrants[BARE] = alone(None)
-    go = compiled(advance, gpu.options())
+    start = jax.tree.map(jnp.copy, (particles, rms.integrator.init(particles)))
+    entrants = {ALONE: Entrant(advance_alone, (rms, batches), start, c.turn)}
     for name in PASSES:
         flow = flows[name]
-        entrants[name] = Entrant(go, (flow, batches), flow.init(particles), c.turn)
+        entrants[name] = Entrant(advance, (flow, batches), flow.init(particles), c.turn)
     taken = np.array([[e.seconds() for e in entrants.values()] for _ in range(c.rounds)])
     for name, steps in zip(entrants, taken.T, strict=True):
         metrics = {"method": name, **times(steps, taken[:, 0])}
@@ -141,7 +130,7 @@ def table(found: list[dict]) -> report.Rows:
         need = machine.networks(c["particles"], (784, width, width, 10), c["batch"], PASSES.get(m["method"], 0))  # fmt: skip
         limit = 1000 * need.seconds(limits) / m["ms"]
         ratio = f"{m['ratio']:.2f} ({m['ratio_low']:.2f} to {m['ratio_high']:.2f})"
-        alone = m["method"] in (ALONE, BARE, "RMSprop")
+        alone = m["method"] in (ALONE, "RMSprop")
         name = f"{m['method']} (no interaction)" if alone else m["method"]
         rows.append([
             entry["device"], f"784-{width}-{width}-10", name, f"{m['ms']:.3f}", ratio, f"{limit:.0%}"

@@ -1,6 +1,5 @@
 """The compiled part of a run: chunks of steps, the search for a step that failed, and the mending of lost particles."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from particlax import gpu, placement, sharding
+from particlax import placement, sharding
 from particlax.data import Minibatches
 from particlax.errors import NonFiniteError
 from particlax.flow import Flow, Info, State
@@ -77,7 +76,7 @@ def advance(fixed: Fixed, state: State, size: int, clock: Clock) -> Taken:
     """Take `size` steps; `NonFiniteError` where one of them fails."""
     before = copy(state)  # the chunk donates its input; from this copy a failure is replayed
     turns = jnp.int32(size // clock.together)
-    state, log_density, ok, kept = _program()(fixed, state, turns, clock)
+    state, log_density, ok, kept = _chunk(fixed, state, turns, clock)
     if not bool(ok):
         raise _failure(fixed, before, size)
     return Taken(state, log_density, kept, size)
@@ -97,7 +96,7 @@ def advance_mending(
             raise
         # Replayed by the program that took the steps, so that the result does not depend on where chunks begin.
         steps = error.step - int(before.step)
-        state, log_density, _, kept = _program()(fixed, before, jnp.int32(steps), clock)
+        state, log_density, _, kept = _chunk(fixed, before, jnp.int32(steps), clock)
         key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
         key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
         state, sources = _mend(key, state, error.particles)
@@ -121,13 +120,7 @@ def _one(fixed: Fixed, state: State) -> tuple[State, Array]:
     return state, info.log_density.astype(jnp.result_type(float))
 
 
-@functools.cache
-def _program() -> Any:
-    """The compiled chunk; what it is compiled with is known when the first run begins."""
-    options = gpu.options()
-    return eqx.filter_jit(_chunk, donate="all-except-first", compiler_options=options)  # pyright: ignore
-
-
+@eqx.filter_jit(donate="all-except-first")
 def _chunk(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
     """`turns` times `together` steps; with `rows`, the clouds of steps that `thin` divides, in a buffer."""
     thin, rows, together = clock

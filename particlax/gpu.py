@@ -5,7 +5,6 @@ plain twin that gives their derivatives and runs elsewhere.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,6 @@ __all__ = [
     "launch",
     "once",
     "one_at",
-    "options",
     "partner",
     "possible",
 ]
@@ -51,23 +49,6 @@ def possible() -> bool:
     if MODE is not None:
         return MODE == "interpret"
     return jax.default_backend() == "gpu" and _triton()
-
-
-@functools.cache
-def options() -> dict[str, Any] | None:
-    """How XLA is to compile a run for a GPU: kernels that do not wait for one another run side by side.
-
-    None elsewhere, where XLA_FLAGS has its own word on it, and where this JAX does not know the option.
-    """
-    name = "xla_gpu_command_buffer_scheduling_mode"
-    if jax.default_backend() != "gpu" or name in os.environ.get("XLA_FLAGS", ""):
-        return None
-    wanted: dict[str, Any] = {name: "CONCURRENT"}
-    try:
-        jax.jit(lambda x: x + 1, compiler_options=wanted).lower(0.0).compile()
-    except jax.errors.JaxRuntimeError:
-        return None
-    return wanted
 
 
 def choose(fits: bool, fused: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
