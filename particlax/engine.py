@@ -22,8 +22,8 @@ NOISE = 0.01
 """Noise on a copy that replaces a lost particle, in units of the cloud's spread."""
 ATTEMPTS = 10
 """How often particles are replaced at one and the same step before the run gives up."""
-TOGETHER = (20, 16, 10, 8, 5, 4, 2)
-"""How many steps an inner loop may have, the best first: few, since each is another compilation."""
+TOGETHER = (5, 4, 3, 2)
+"""How many steps an inner loop may have, the best first: few, since nobody is heard within it."""
 
 
 class Fixed(NamedTuple):

@@ -33,6 +33,8 @@ __all__ = ["History", "Result", "Snapshot", "run"]
 
 CHUNK_SECONDS = 0.5
 """Time between two looks from Python, unless observers or history ask for more."""
+SMALL = 1 << 24
+"""Numbers in a cloud up to which steps on a GPU are taken a few at a time."""
 HISTORY_BYTES = 1 << 26
 """Size of the device buffer that collects history between two looks."""
 
@@ -223,7 +225,7 @@ class _Task:
         began, (state, log_density, replaced, _, stopped) = time.perf_counter(), begun
         every = self.observe_every if self.watching else None
         done = int(state.step) - self.first
-        pace = _Pace(self.steps, every, done, self._together(done, every or 0, saver.steps))
+        pace = _Pace(self.steps, every, done, self._together(state, every or 0, saver.steps))
         keeper = _Keeper(state, self.thin, self.steps)
         while pace.done < self.steps and not stopped:
             step = self.first + pace.done
@@ -253,15 +255,15 @@ class _Task:
         fed = self.feed.room(step) if self.feed else 1 << 30
         return min(pace.next(), keeper.room(step), saver.room(step), fed)
 
-    def _together(self, done: int, observed: int, saved: int) -> int:
+    def _together(self, state: State, observed: int, saved: int) -> int:
         """Steps in an inner loop. On a GPU the host looks after each turn of a loop whether another follows, unless the number
         of turns is part of the program."""
         ends_anywhere = self.feed is not None or self.on_nonfinite == "replace"
-        if ends_anywhere or not _waits():
+        if ends_anywhere or not _waits(sum(leaf.size for leaf in jax.tree.leaves(state.particles))):
             return 1
         absolute = [saved, self.thin or 0]  # due by number, wherever the run began
         start = self.first if any(absolute) else 0
-        return together(self.steps, done, observed, *absolute, start)
+        return together(self.steps, int(state.step) - self.first, observed, *absolute, start)
 
     def _advance(
         self, state: State, step: int, size: int, clock: Clock, replaced: list[Replaced]
@@ -278,9 +280,9 @@ class _Task:
         return Snapshot(copy(state), log_density, self.last, seconds)
 
 
-def _waits() -> bool:
-    """Whether loops wait for the host."""
-    return jax.default_backend() == "gpu"
+def _waits(size: int) -> bool:
+    """Whether steps of so many numbers are short enough that a loop's waiting for the host can be felt."""
+    return jax.default_backend() == "gpu" and size <= SMALL
 
 
 def _observe(observers: Sequence[Callable[[Snapshot], Any]], shown: Callable[[], Snapshot]) -> bool:

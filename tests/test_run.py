@@ -107,28 +107,20 @@ def test_chunks_do_not_matter(key, monkeypatch):
 
 def test_steps_of_an_inner_loop():
     together = run_module.together
-    assert [together(n, 0) for n in (1000, 900, 48, 30, 15, 14, 7, 1)] == [
-        20,
-        20,
-        16,
-        10,
-        5,
-        2,
-        1,
-        1,
-    ]
-    assert together(1000, 10) == 10
-    assert together(1000, 0, 64, 0, 24) == 8
+    assert [together(n, 0) for n in (1000, 48, 30, 14, 9, 7, 1)] == [5, 4, 5, 2, 3, 1, 1]
+    assert together(1000, 32) == 4
+    assert together(1000, 0, 64, 0, 6) == 2
 
 
 TOGETHER = [
-    ({}, 0, 16),
-    ({}, 6, 16),
+    ({}, 0, 4),
+    ({}, 6, 4),
     ({"thin": 4}, 0, 4),
     ({"thin": 4}, 6, 2),  # due at steps 8, 12, ...: two after the start
-    ({"observe_every": 8}, 6, 8),
+    ({"observe_every": 6}, 6, 3),
     ({"every": 12}, 0, 4),
-    ({"every": 12}, 9, 1),
+    ({"every": 12}, 9, 3),
+    ({"every": 12}, 7, 1),
 ]
 
 
@@ -143,7 +135,7 @@ def test_steps_taken_together_do_not_matter(options, start, expected, key, tmp_p
         taken.append((size, clock.together))
         return advance(fixed, state, size, clock)
 
-    monkeypatch.setattr(run_module, "_waits", lambda: True)
+    monkeypatch.setattr(run_module, "_waits", lambda size: True)
     monkeypatch.setattr(run_module, "advance", noted)
     folder = {"checkpoint": tmp_path / "run"} if "every" in options else {}
     watch = lambda s: seen.append(int(s.state.step) - start)
@@ -154,7 +146,7 @@ def test_steps_taken_together_do_not_matter(options, start, expected, key, tmp_p
     assert sum(size for size, _ in taken) == 48
     assert all(size % expected == 0 for size, _ in taken)
     if "observe_every" in options:
-        assert seen == list(range(8, 49, 8))
+        assert seen == list(range(6, 49, 6))
 
 
 @pytest.mark.parametrize("name", ["sgld", "svgd"])
