@@ -20,7 +20,7 @@ from jaxtyping import Array
 from particlax import gpu
 from particlax.tensor import Blocks
 
-__all__ = ["distances", "mix"]
+__all__ = ["distances", "from_pairs", "mix"]
 
 MOST = 20
 """Largest number of particles whose pairs all fit into registers."""
@@ -138,10 +138,15 @@ def distances(xs: Blocks) -> tuple[Array, Array]:
     kernel = functools.partial(_distance_body, num=num, lanes=lanes, programs=programs)
     shape = jax.ShapeDtypeStruct((1 + pairs, programs), jnp.float32)
     sums = jnp.sum(gpu.launch(kernel, shape, (programs,), *xs, warps=1), 1)
+    return from_pairs(sums[1:], num), sums[0] / num
+
+
+def from_pairs(sums: Array, num: int) -> Array:
+    """The matrix of what belongs to the pairs (0, 1), (0, 2), ..., with zeros on its diagonal."""
     place = np.zeros((num, num), int)
-    place[np.triu_indices(num, 1)] = 1 + np.arange(pairs)
+    place[np.triu_indices(num, 1)] = np.arange(len(sums))
     place += place.T
-    return jnp.where(place > 0, sums[place], 0.0), sums[0] / num
+    return jnp.where(np.eye(num, dtype=bool), 0, sums[place])
 
 
 # ------------------------------------------------------------------------------------------------------------ mix

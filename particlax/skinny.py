@@ -5,11 +5,13 @@ rows are padded, copied and joined on the way; on a GPU fused kernels take leave
 up to 20 particles, all leaves in one launch, and those of `tensor` above. Clouds in float64 take the plain path.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -18,8 +20,8 @@ from particlax.tensor import Blocks, from_gram
 
 __all__ = ["distances", "mix", "suits"]
 
-CHUNK = 8192
-"""Coordinates at a time on a CPU."""
+PAIRED, SMALL, LARGE = 1024, 4096, 16384
+"""Coordinates at a time on a CPU: of all pairs, of up to 8 particles, and of more."""
 LEAST = 1 << 13
 """Fewest coordinates for which a fused kernel pays."""
 
@@ -75,9 +77,39 @@ def _choose(xs: Blocks, name: str, plain: Any, *args: Any) -> Any:
 
 
 def _plain_distances(xs: Blocks) -> tuple[Array, Array]:
+    if _in_pieces() and 1 < len(xs[0]) <= direct.MOST:
+        return _paired(xs)
+    return _by_products(xs)
+
+
+def _by_products(xs: Blocks) -> tuple[Array, Array]:
     parts = [_plain_gram(x) for x in xs]
     products = sum(parts[1:], parts[0])
     return from_gram(products[:-1, :-1], products[-1, -1])
+
+
+def _by_pairs(xs: Blocks) -> tuple[Array, Array]:
+    """Squares of differences, added up over pieces side by side: on a CPU faster than products of so few rows."""
+    i, j = np.triu_indices(len(xs[0]), 1)
+
+    def of(x: Array) -> Array:
+        width = min(PAIRED, x.shape[1])
+        whole, rest = divmod(x.shape[1], width)
+
+        def add(k: Any, sums: Array) -> Array:
+            piece = _piece(k, x, width)
+            return sums + jnp.square(piece[i] - piece[j])
+
+        sums = lax.fori_loop(0, whole, add, jnp.zeros((len(i), width), x.dtype))
+        more = jnp.square(x[i, -rest:] - x[j, -rest:]) if rest else jnp.zeros((1, 1), x.dtype)
+        return jnp.sum(sums, 1) + jnp.sum(more, 1)
+
+    sums = functools.reduce(jnp.add, [of(x) for x in xs])
+    square = functools.reduce(jnp.add, [jnp.sum(jnp.square(x)) for x in xs])
+    return direct.from_pairs(sums, len(xs[0])), square / len(xs[0])
+
+
+_paired = gpu.differentiable(_by_pairs, _by_products)
 
 
 def _plain_gram(x: Array) -> Array:
@@ -88,9 +120,10 @@ def _plain_gram(x: Array) -> Array:
         rows = jnp.concatenate([x - mean, mean])
         return matmul(rows, rows.T)
 
-    add = lambda i, sums: sums + of(_piece(i, x))
-    whole, rest = divmod(x.shape[1], _width(x))
-    sums = lax.fori_loop(1, whole, add, of(_piece(0, x)))
+    width = _width(x)
+    add = lambda i, sums: sums + of(_piece(i, x, width))
+    whole, rest = divmod(x.shape[1], width)
+    sums = lax.fori_loop(1, whole, add, of(_piece(0, x, width)))
     return sums + of(x[:, -rest:]) if rest else sums
 
 
@@ -113,13 +146,18 @@ def _plain_mix(
     return [_written(of, x, v) for x, v in zip(xs, vs, strict=True)]
 
 
+def _in_pieces() -> bool:
+    return jax.default_backend() == "cpu"
+
+
 def _width(x: Array) -> int:
-    """Coordinates at a time: on a CPU so many that a piece of the cloud stays in cache while it is centred and multiplied."""
-    return min(CHUNK, x.shape[1]) if jax.default_backend() == "cpu" else x.shape[1]
+    """Coordinates at a time: on a CPU so many that a piece of the cloud stays in cache while it is worked on."""
+    most = SMALL if len(x) <= 8 else LARGE
+    return min(most, x.shape[1]) if _in_pieces() else x.shape[1]
 
 
-def _piece(i: Any, x: Array) -> Array:
-    return lax.dynamic_slice_in_dim(x, i * _width(x), _width(x), 1)
+def _piece(i: Any, x: Array, width: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, i * width, width, 1)
 
 
 def _written(of: Callable[..., Array], *arrays: Array) -> Array:
@@ -135,11 +173,13 @@ def _written(of: Callable[..., Array], *arrays: Array) -> Array:
     *others, last = arrays
 
     def write(i: Any, out: Array) -> Array:
-        made = of(*[_piece(i, a) for a in (*others, out)])
+        made = of(*[_piece(i, a, width) for a in (*others, out)])
         return lax.dynamic_update_slice_in_dim(out, made, i * width, 1)
 
     out = lax.fori_loop(0, whole, write, last)
-    return out.at[:, -rest:].set(of(*[a[:, -rest:] for a in arrays])) if rest else out
+    # The end is that of `out`, where nothing has been written yet: the last array need not be kept.
+    end = [a[:, -rest:] for a in (*others, out)]
+    return lax.dynamic_update_slice_in_dim(out, of(*end), whole * width, 1) if rest else out
 
 
 def _fused(kernels: Any) -> dict[str, Any]:

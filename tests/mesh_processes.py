@@ -60,6 +60,7 @@ def lost():
 def interrupted():
     """A signal to one process: how the run ends in this one, and where it goes on."""
     found = {}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
     term = lambda: os.kill(os.getpid(), signal.SIGTERM)
     stop = lambda: os.kill(os.getpid(), signal.SIGINT)
     try:

@@ -70,7 +70,7 @@ def test_few_particles_in_many_dimensions_are_not_copied(scores):
 
     interact = lambda x, v: pairwise.interact(x, x, both, values=v if scores else None)
     used = temporary(interact, *[cloud(20, 400_000)] * 2)
-    assert used < 10 * 4 * 20 * skinny.CHUNK < 4 * 20 * 400_000 / 4
+    assert used < 5 * 4 * 20 * skinny.LARGE < 4 * 20 * 400_000 / 4
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -89,7 +89,7 @@ CLOUDS = {"RMSprop": 1, "SGLD": 2, "SVGD": 2, "w-SGLD": 2, "w-SGLD-B": 2, "pi-SG
 
 @pytest.mark.parametrize("method", CLOUDS)
 def test_a_step_of_networks(method, monkeypatch):
-    monkeypatch.setattr(skinny, "CHUNK", 1024)  # the networks are small, and so must be the pieces
+    monkeypatch.setattr(skinny, "LARGE", 1024)  # the networks are small, and so must be the pieces
     flow = mnist.flows(mnist.Config(), 100, 1000)[method]()
     start = functools.partial(mnist.start, 100)
     particles = jax.vmap(start)(jax.random.split(jax.random.key(0), 10))

@@ -12,9 +12,13 @@ COMPILE_FAST = True
 SHAPES = [(2, 8192), (5, 8193), (16, 9000), (20, 12_345), (33, 8200), (64, 8321)]
 
 
-@pytest.fixture(params=["plain", "interpret"])
+@pytest.fixture(params=["plain", "pieces", "interpret"])
 def mode(request, monkeypatch):
-    monkeypatch.setattr(gpu, "MODE", None if request.param == "plain" else "interpret")
+    """The plain path, the same in many small pieces with a rest, and the kernels."""
+    monkeypatch.setattr(gpu, "MODE", "interpret" if request.param == "interpret" else None)
+    if request.param == "pieces":
+        for name, width in (("PAIRED", 300), ("SMALL", 700), ("LARGE", 900)):
+            monkeypatch.setattr(skinny, name, width)
     return request.param
 
 
@@ -52,9 +56,8 @@ def test_distances_are_those_of_all_coordinates(num, dim, mode):
 
 
 @pytest.mark.parametrize("centre", [0.0, 1.0, 300.0])
-def test_few_particles_far_away_lose_nothing(centre, monkeypatch):
-    """On a GPU the differences themselves are squared: exact for whatever place the cloud is at."""
-    monkeypatch.setattr(gpu, "MODE", "interpret")
+def test_few_particles_far_away_lose_nothing(centre, mode):
+    """The differences themselves are squared: exact for whatever place the cloud is at."""
     x = cloud(6, 8200, centre=centre, spread=0.01)[0]
     r2, _ = skinny.distances(parts(x))
     exact = x.astype(float)
