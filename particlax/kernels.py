@@ -235,6 +235,10 @@ class Kernel(Part):
         value, slope = jax.jvp(self.profile, (a,), (jnp.ones_like(a),))
         return value, (-2 / h) * slope
 
+    def ratio(self, h: Array) -> Array | None:
+        """W / K where it is one number for all pairs, which saves a sum over them; else None."""
+        return None
+
 
 def as_bandwidth(bandwidth: Any) -> Bandwidth:
     """A bandwidth rule from a rule or a positive number."""
@@ -259,6 +263,10 @@ class RBF(Kernel):
 
     def profile(self, a: Float[Array, "..."]) -> Float[Array, "..."]:
         return jnp.exp(-a)
+
+    def ratio(self, h: Array) -> Array | None:
+        own = type(self).profile is RBF.profile and type(self).pair is Kernel.pair
+        return 2 / h if own else None
 
 
 class IMQ(Kernel):

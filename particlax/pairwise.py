@@ -191,10 +191,11 @@ def interact(
     values: PyTree = None,
     rows: Vectors = (),
     cols: Vectors = (),
+    ratio: Array | None = None,
 ) -> PyTree:
     """sum_j A_ij v_j + sum_j B_ij (x_i - y_j), with (A, B) = weights(r2_ij, *rows_i, *cols_j).
 
-    `values` holds v; without it `weights` returns B alone.
+    `values` holds v; without it `weights` returns B alone. `ratio` is B / A where that is one number.
 
     >>> x = jnp.array([[0.0], [1.0]])
     >>> [[round(v, 3) for v in row] for row in interact(x, x, lambda r2: jnp.exp(-r2)).tolist()]
@@ -205,15 +206,22 @@ def interact(
         return mixed(x, values, how)
     vs = None if values is None else _blocks(values)[0]
     xs, ys, back = _both(x, y)
-    return back(_all(fused.interact, _interact, weights, Pairs(xs, ys, vs, rows, cols)))
+    pairs, lean = Pairs(xs, ys, vs, rows, cols), functools.partial(_interact, ratio=ratio)
+    return back(_all(fused.interact, _interact, weights, pairs, lean=lean))
 
 
-def _interact(weights: Weights, pairs: Pairs) -> Blocks:
+def _interact(weights: Weights, pairs: Pairs, ratio: Array | None = None) -> Blocks:
     xs, ys, vs, rows, cols = pairs
 
     def strip(part: Any) -> Blocks:
         xb, rb = part
         pair = _weigh(weights, _sqdist(xb, ys), rb, cols)
+        if ratio is not None and vs is not None:  # A @ (v - ratio y) + ratio (A @ 1) x
+            mass = ratio * jnp.sum(pair[0], 1, keepdims=True)
+            return [
+                mass * x + matmul(pair[0], v - ratio * y)
+                for x, y, v in zip(xb, ys, vs, strict=True)
+            ]
         b = pair if vs is None else pair[1]
         mass = jnp.sum(b, 1, keepdims=True)
         out = [mass * x - matmul(b, y) for x, y in zip(xb, ys, strict=True)]
@@ -224,26 +232,29 @@ def _interact(weights: Weights, pairs: Pairs) -> Blocks:
     return reduce_rows(strip, (xs, list(rows)), ys[0].shape[0])
 
 
-def _all(kernel: Any, strips: Any, weights: Weights, pairs: Pairs, log: bool = False) -> Any:
-    """The sum over all columns, from whichever devices they are on."""
+def _all(
+    kernel: Any, strips: Any, weights: Weights, pairs: Pairs, *, log: bool = False, lean: Any = None
+) -> Any:
+    """The sum over all columns, from whichever devices they are on; `lean` is a shorter way than `strips` where no kernel is."""
     xs, ys, vs, rows, cols = pairs
 
     def part(centres: Blocks, own: Any, others: Any) -> Any:
         (xs, rows), (ys, vs, cols) = own, others
         near = _around(centres, xs, ys)
-        return _sum(kernel, strips, weights, Pairs(*near, vs, rows, cols))
+        pairs = Pairs(*near, vs, rows, cols)
+        return _sum(kernel, strips, lean or strips, weights, pairs)
 
     mean = lambda others: _means(others[0])
     return sharding.over_columns(part, (xs, rows), (ys, vs, cols), mean, log=log)
 
 
-def _sum(kernel: Any, strips: Any, weights: Weights, pairs: Pairs) -> Any:
-    """kernel(formula of weights, pairs) where a fused GPU kernel takes the sum, else strips(weights, pairs)."""
+def _sum(kernel: Any, strips: Any, lean: Any, weights: Weights, pairs: Pairs) -> Any:
+    """kernel(formula of weights, pairs) where a fused GPU kernel takes the sum, with `strips` as its twin, else lean(...)."""
     traced = None
     if gpu.possible() and fused.suits(pairs):
         traced = formula.trace(weights, 1 + len(pairs.rows) + len(pairs.cols))
     if traced is None:
-        return strips(weights, pairs)
+        return lean(weights, pairs)
 
     def fast(consts: Vectors, pairs: Pairs) -> Any:
         (x,), (y,), values, *vectors = pairs

@@ -140,14 +140,12 @@ def bisected(numbers: Float[Array, " n"], place: int) -> tuple[Float[Array, ""],
     info = jnp.iinfo(bits.dtype)
     rows = _rows(bits, info.max)
 
-    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends
-        middle = low + (high - low) // 2
-        enough = _count(rows, middle) > place
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+    def digit(k: Array, found: Array) -> Array:
+        """The next bit of the entry is 1 if not enough numbers have the bits found so far and a 0 here."""
+        bit = jnp.ones((), bits.dtype) << (info.bits - 2 - k).astype(bits.dtype)
+        return jnp.where(_count(rows, found + (bit - 1)) <= place, found + bit, found)
 
-    start = (jnp.zeros((), bits.dtype), jnp.array(info.max - 1, bits.dtype))
-    entry = lax.fori_loop(0, info.bits - 1, halve, start)[0]
+    entry = lax.fori_loop(0, info.bits - 1, digit, jnp.zeros((), bits.dtype))
     above = [jnp.where(row <= entry, info.max, row) for row in rows]
     least = jnp.min(functools.reduce(jnp.minimum, above))
     following = jnp.where(_count(rows, entry) > place + 1, entry, least)

@@ -243,3 +243,18 @@ def test_kernels_without_sense_are_refused():
         K.RBF(bandwidth="median")
     with pytest.raises(OptionError, match="candidates"):
         K.HeatEquation(candidates=1)
+
+
+class _Narrow(px.kernels.RBF):
+    """Not in one ratio any more, although it is an RBF by name."""
+
+    def profile(self, a):
+        return jnp.exp(-(a**2))
+
+
+def test_the_ratio_of_slope_and_kernel():
+    r2, h = jnp.array([0.1, 1.0, 7.0]), jnp.array(1.7)
+    value, slope = px.kernels.RBF().pair(r2, h)
+    np.testing.assert_allclose(slope / value, np.full(3, px.kernels.RBF().ratio(h)), rtol=1e-6)
+    for kernel in (px.kernels.IMQ(), px.kernels.Laplace(), _Narrow()):
+        assert kernel.ratio(h) is None

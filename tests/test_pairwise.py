@@ -241,3 +241,25 @@ def test_the_median_by_a_sort_is_the_same(num, itself, of_squares, monkeypatch):
     monkeypatch.setattr(pairwise.jax, "default_backend", lambda: "gpu")
     by_sort = medians.median_sqdist(x, itself=itself, of_squares=of_squares)
     np.testing.assert_array_equal(searched, by_sort)
+
+
+@pytest.mark.parametrize(("num", "dim"), [(1, 3), (7, 2), (100, 55), (700, 3)])
+@pytest.mark.parametrize("centre", [0.0, 100.0])
+def test_weights_in_one_ratio_give_the_same_sum(num, dim, centre):
+    rng = np.random.default_rng(0)
+    x, s = (rng.normal(size=(num, dim)) for _ in range(2))
+    x = (x + centre).astype(np.float32)
+    h = jnp.float32(dim)
+    pair = lambda r2: (jnp.exp(-r2 / h), (2 / h) * jnp.exp(-r2 / h))
+    args = (jnp.asarray(x), jnp.asarray(s, jnp.float32))
+    found = pairwise.interact(args[0], args[0], pair, values=args[1], ratio=2 / h)
+    wide = x.astype(float)
+    k = np.exp(-np.sum((wide[:, None] - wide) ** 2, -1) / dim)
+    truth = k @ s + 2 / dim * (k.sum(1)[:, None] * wide - k @ wide)
+    away = 1 + centre * 1e-2  # float32 rounds the starting points
+    np.testing.assert_allclose(found, truth, atol=2e-5 * away * np.abs(truth).max())
+    slope = lambda ratio: jax.grad(
+        lambda x: jnp.sum(pairwise.interact(x, x, pair, values=args[1], ratio=ratio) ** 2)
+    )(args[0])
+    one, two = slope(2 / h), slope(None)
+    np.testing.assert_allclose(one, two, atol=1e-3 * float(jnp.abs(two).max()))
