@@ -48,9 +48,8 @@ class Gauge:
     def __call__(self, snapshot: Any) -> bool:
         """One look: a row of numbers, if it is time for one."""
         now = time.perf_counter()
-        self.end = min(
-            self.end, now + self.seconds
-        )  # from the first look on: compiling does not count
+        # From the first look on: compiling does not count.
+        self.end = min(self.end, now + self.seconds)
         if now >= self.next:
             self.next = now + self.pause
             pages = int(Path("/proc/self/statm").read_text().split()[1])

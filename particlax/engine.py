@@ -37,7 +37,10 @@ class Fixed(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Which clouds to keep: of every `thin` steps one, in a buffer for `rows` of them; none without rows. And `together`."""
+    """Which clouds to keep: of every `thin` steps one, in a buffer for `rows` of them; none without rows.
+
+    `together` steps make an inner loop.
+    """
 
     thin: Array
     rows: int

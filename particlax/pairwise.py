@@ -235,7 +235,10 @@ def _interact(weights: Weights, pairs: Pairs, ratio: Array | None = None) -> Blo
 def _all(
     kernel: Any, strips: Any, weights: Weights, pairs: Pairs, *, log: bool = False, lean: Any = None
 ) -> Any:
-    """The sum over all columns, from whichever devices they are on; `lean` is a shorter way than `strips` where no kernel is."""
+    """The sum over all columns, from whichever devices they are on.
+
+    `lean` is a shorter way than `strips` where there is no kernel: its twin may close over nothing that is differentiated.
+    """
     xs, ys, vs, rows, cols = pairs
 
     def part(centres: Blocks, own: Any, others: Any) -> Any:

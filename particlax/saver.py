@@ -318,9 +318,8 @@ class _Signals:
     def start(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                if (
-                    signal.getsignal(number) != signal.SIG_IGN
-                ):  # a job in the background ignores Ctrl-C
+                # A job in the background ignores Ctrl-C, which is meant for another.
+                if signal.getsignal(number) != signal.SIG_IGN:
                     self.old[number] = signal.signal(number, self._note) or signal.SIG_DFL
 
     def stop(self) -> None:

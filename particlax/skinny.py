@@ -100,9 +100,9 @@ def _by_pairs(xs: Blocks) -> tuple[Array, Array]:
             piece = _piece(k, x, width)
             return sums + jnp.square(piece[i] - piece[j])
 
-        sums = lax.fori_loop(0, whole, add, jnp.zeros((len(i), width), x.dtype))
-        more = jnp.square(x[i, -rest:] - x[j, -rest:]) if rest else jnp.zeros((1, 1), x.dtype)
-        return jnp.sum(sums, 1) + jnp.sum(more, 1)
+        pieces = lax.fori_loop(0, whole, add, jnp.zeros((len(i), width), x.dtype))
+        sums = jnp.sum(pieces, 1)
+        return sums + jnp.sum(jnp.square(x[i, -rest:] - x[j, -rest:]), 1) if rest else sums
 
     sums = functools.reduce(jnp.add, [of(x) for x in xs])
     square = functools.reduce(jnp.add, [jnp.sum(jnp.square(x)) for x in xs])

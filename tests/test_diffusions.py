@@ -45,7 +45,7 @@ def force(term, x, kind="array", *, anchor=None, step=0, jit=False):
     return ref.matrix_of(velocity.drift)
 
 
-def close(left, right, tolerance=1e-10):
+def assert_close(left, right, tolerance=1e-10):
     np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance)
 
 
@@ -59,7 +59,7 @@ def test_force_equals_the_double_loop(x64, name, profile, dim, kind):
     term, loop = FORCES[name]
     kernel, formula = PROFILES[profile]
     x, h = ref.cloud(9, dim), 0.8 * dim
-    close(force(term(1.3, kernel(bandwidth=h)), x, kind), 1.3 * loop(x, h, formula))
+    assert_close(force(term(1.3, kernel(bandwidth=h)), x, kind), 1.3 * loop(x, h, formula))
 
 
 @pytest.mark.parametrize(("dim", "kind"), LAYOUTS)
@@ -67,7 +67,7 @@ def test_force_equals_the_double_loop(x64, name, profile, dim, kind):
 def test_force_with_the_papers_bandwidth(x64, name, dim, kind):
     term, loop = FORCES[name]
     x = ref.cloud(20, dim)
-    close(force(term(), x, kind, jit=True), loop(x, ref.median_bandwidth(x)))
+    assert_close(force(term(), x, kind, jit=True), loop(x, ref.median_bandwidth(x)))
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -76,7 +76,7 @@ def test_blob_descends_its_energy(x64, profile):
     kernel, formula = PROFILES[profile]
     x, h = ref.cloud(7, 2), 1.1
     numeric = -ref.gradient(lambda x: ref.blob_energy(x, h, formula), x)
-    close(force(Blob(kernel=kernel(bandwidth=h)), x), numeric, 1e-8)
+    assert_close(force(Blob(kernel=kernel(bandwidth=h)), x), numeric, 1e-8)
 
 
 def test_gfsd_is_the_score_of_the_smoothed_density(x64):
@@ -85,7 +85,7 @@ def test_gfsd_is_the_score_of_the_smoothed_density(x64):
     for i in range(len(x)):
         log_q = lambda p: np.log(np.sum(np.exp(-np.sum((p - x) ** 2, 1) / h)))
         expected[i] = -ref.gradient(log_q, x[i])
-    close(force(GFSD(kernel=K.RBF(h)), x), expected, 1e-8)
+    assert_close(force(GFSD(kernel=K.RBF(h)), x), expected, 1e-8)
 
 
 @pytest.mark.parametrize("name", FORCES)
@@ -104,7 +104,7 @@ def test_fixed_scale_with_moved_particles(x64, dim, kind):
     x = y + 0.3 * ref.cloud(20, dim, seed=1)
     term = Transport(0.6, FixedScale(gamma=1.7), inner=3)
     expected = 0.6 * ref.transport(x, y, ref.median_bandwidth(x), 1.7)
-    close(force(term, x, kind, anchor=y, step=2, jit=True), expected)
+    assert_close(force(term, x, kind, anchor=y, step=2, jit=True), expected)
 
 
 @pytest.mark.parametrize("dim", [3, 12])
@@ -116,7 +116,7 @@ def test_sinkhorn_with_moved_particles(x64, derivative, dim, kind):
     lam = 1.5 * dim
     term = Transport(0.6, Sinkhorn(lam, derivative, **EXACT), inner=3)
     expected = 0.6 * ref.sinkhorn_force(x, y, lam, derivative)
-    close(force(term, x, kind, anchor=y, step=1), expected)
+    assert_close(force(term, x, kind, anchor=y, step=1), expected)
 
 
 @pytest.mark.parametrize("derivative", ["fixed", "envelope"])
@@ -124,7 +124,7 @@ def test_sinkhorn_with_the_papers_lam(x64, derivative):
     x = ref.cloud(15, 3)
     term = Transport(coupling=Sinkhorn(derivative=derivative, **EXACT))
     expected = ref.sinkhorn_force(x, x, ref.median_bandwidth(x), derivative)
-    close(force(term, x, jit=True), expected)
+    assert_close(force(term, x, jit=True), expected)
 
 
 @pytest.mark.parametrize("coupling", [FixedScale(0.5, lam=2.0), Sinkhorn(2.0, **EXACT)])
@@ -134,7 +134,7 @@ def test_one_inner_step_couples_the_cloud_with_itself(x64, coupling):
         expected = ref.transport(x, x, 2.0, 0.5)
     else:
         expected = ref.sinkhorn_force(x, x, 2.0, "fixed")
-    close(force(Transport(coupling=coupling), x), expected)
+    assert_close(force(Transport(coupling=coupling), x), expected)
 
 
 @pytest.mark.parametrize("step", [0, 3, 6])
@@ -143,7 +143,7 @@ def test_the_anchor_moves_at_the_start_of_every_jko_step(x64, step):
     term = Transport(coupling=FixedScale(0.5, lam=2.0), inner=3)
     cloud = make_cloud(x, step=step)
     velocity, (anchor, _) = term(cloud, None, term.init(jnp.asarray(y)))
-    close(velocity.drift, ref.transport(x, x, 2.0, 0.5))
+    assert_close(velocity.drift, ref.transport(x, x, 2.0, 0.5))
     np.testing.assert_array_equal(anchor, x)
 
 
@@ -164,7 +164,7 @@ def test_fixed_scale_is_the_gradient_of_its_energy(x64):
         return np.sum(gamma * r2 * np.exp(-r2 / lam))
 
     term = Transport(coupling=FixedScale(gamma, lam), inner=2)
-    close(force(term, x, anchor=y, step=1), ref.gradient(energy, x), 1e-8)
+    assert_close(force(term, x, anchor=y, step=1), ref.gradient(energy, x), 1e-8)
 
 
 def test_sinkhorn_fixed_is_the_gradient_with_the_scalings_held(x64):
@@ -177,7 +177,7 @@ def test_sinkhorn_fixed_is_the_gradient_with_the_scalings_held(x64):
         return len(x) * np.sum(u[:, None] * np.exp(-r2 / lam) * v[None, :] * r2)
 
     term = Transport(coupling=Sinkhorn(lam, "fixed", **EXACT), inner=2)
-    close(force(term, x, anchor=y, step=1), ref.gradient(energy, x), 1e-7)
+    assert_close(force(term, x, anchor=y, step=1), ref.gradient(energy, x), 1e-7)
 
 
 def test_sinkhorn_envelope_descends_the_regularised_cost(x64):
@@ -188,7 +188,7 @@ def test_sinkhorn_envelope_descends_the_regularised_cost(x64):
     x, y, lam = ref.cloud(6, 2), ref.cloud(6, 2, seed=1), 1.4
     numeric = -len(x) * ref.gradient(lambda x: ref.entropic_cost(x, y, lam), x, step=1e-4)
     term = Transport(coupling=Sinkhorn(lam, "envelope", **EXACT), inner=2)
-    close(force(term, x, anchor=y, step=1), numeric, 1e-6)
+    assert_close(force(term, x, anchor=y, step=1), numeric, 1e-6)
 
 
 def test_sinkhorn_envelope_pulls_to_the_barycentric_projection(x64):
@@ -196,7 +196,7 @@ def test_sinkhorn_envelope_pulls_to_the_barycentric_projection(x64):
     x, y, lam = ref.cloud(6, 2), ref.cloud(6, 2, seed=1), 1.4
     term = Transport(coupling=Sinkhorn(lam, "envelope", **EXACT), inner=2)
     projection = len(x) * ref.plan(x, y, lam) @ y
-    close(force(term, x, anchor=y, step=1), 2 * (projection - x))
+    assert_close(force(term, x, anchor=y, step=1), 2 * (projection - x))
 
 
 def test_fixed_scale_repels_when_near_and_attracts_when_far():
@@ -226,7 +226,7 @@ def test_rows_and_columns_of_the_coupling_sum_to_one_share(x64, dim, lam):
     x, y = ref.cloud(12, dim), ref.cloud(12, dim, seed=1)
     P, _ = library_plan(Sinkhorn(lam, **EXACT), x, y, lam * dim)
     assert marginal_error(P) < 1e-12
-    close(P, ref.plan(x, y, lam * dim), 1e-11)
+    assert_close(P, ref.plan(x, y, lam * dim), 1e-11)
 
 
 def test_the_tolerance_bounds_the_marginals(x64):
@@ -268,7 +268,7 @@ def test_transport_hands_its_potentials_to_the_next_step(x64):
     _, memory = exact(make_cloud(x), None, exact.init(jnp.asarray(x)))
     once = Transport(coupling=Sinkhorn(lam, iterations=1, tolerance=1e-12))
     warm = once(make_cloud(x, step=1), None, memory)[0].drift
-    close(warm, ref.sinkhorn_force(x, x, lam, "fixed"))
+    assert_close(warm, ref.sinkhorn_force(x, x, lam, "fixed"))
     cold = once(make_cloud(x, step=1), None, once.init(jnp.asarray(x)))[0].drift
     assert np.abs(np.asarray(cold) - np.asarray(warm)).max() > 1e-2
 
@@ -280,7 +280,7 @@ def test_transport_hands_its_potentials_to_the_next_step(x64):
 def test_calibrated_equals_the_double_loop(x64, dim, kind):
     x, t = ref.cloud(20, dim), ref.cloud(20, dim, seed=1)
     t = t + np.tanh(x)
-    close(ref.matrix_of(calibrated(as_jax(t, kind), as_jax(x, kind))), ref.calibrated(t, x))
+    assert_close(ref.matrix_of(calibrated(as_jax(t, kind), as_jax(x, kind))), ref.calibrated(t, x))
 
 
 @pytest.mark.parametrize(("dim", "kind"), LAYOUTS)
@@ -293,7 +293,7 @@ def test_calibrated_forces(x64, name, dim, kind):
     else:
         term = FORCES[name][0](0.5, K.RBF(h), calibrate=True)
         plain = FORCES[name][1](x, h)
-    close(force(term, x, kind), 0.5 * ref.calibrated(plain, x), 1e-9)
+    assert_close(force(term, x, kind), 0.5 * ref.calibrated(plain, x), 1e-9)
 
 
 @pytest.mark.parametrize("name", FORCES)
@@ -301,8 +301,8 @@ def test_a_calibrated_force_satisfies_the_identity(x64, name):
     """1/M sum_i t_i (x_i - m)^T = I and mean t = 0, as -grad log mu does for every density."""
     x = ref.cloud(20, 3)
     t = force(FORCES[name][0](calibrate=True), x)
-    close(t.T @ (x - x.mean(0)) / 20, np.eye(3))
-    close(t.mean(0), np.zeros(3))
+    assert_close(t.T @ (x - x.mean(0)) / 20, np.eye(3))
+    assert_close(t.mean(0), np.zeros(3))
 
 
 @pytest.mark.parametrize("term", [Blob(calibrate=True), GFSD(calibrate=True)])
