@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from particlax import medians, pairwise, sharding
+from particlax.blocks import wide
 from particlax.errors import OptionError, ParticleError
 from particlax.pairwise import matmul
 from particlax.particles import dimension, flatten, num_particles
@@ -40,7 +41,7 @@ def calibrated(force: PyTree, x: PyTree) -> PyTree:
     True
     """
     matrix, unflatten = flatten(force)
-    matrix, points = pairwise.wide(matrix), pairwise.wide(flatten(x)[0])
+    matrix, points = wide(matrix), wide(flatten(x)[0])
     matrix, points = matrix - matrix.mean(0), points - points.mean(0)
     moment = matmul(matrix.T, points) / len(points)
     return unflatten(sharding.by_rows(lambda rows: jnp.linalg.solve(moment, rows.T).T, matrix))
@@ -63,13 +64,11 @@ def matched(force: PyTree, x: PyTree) -> PyTree:
 
 
 def _matched(matrix: Float[Array, "M D"], points: Float[Array, "M D"]) -> Float[Array, "M D"]:
-    points = pairwise.wide(points)
+    points = wide(points)
     num, root = len(points), math.sqrt(len(points))
     q, r = jnp.linalg.qr(points - points.mean(0))
     z, factor = root * q, r / root  # x - m = z factor
-    t = matmul(
-        pairwise.wide(matrix), factor.T
-    )  # a force is a gradient: it is mapped by the transpose
+    t = matmul(wide(matrix), factor.T)  # a force is a gradient: it is mapped by the transpose
     t = _white(t, z, num)
     return jax.scipy.linalg.solve_triangular(factor, t.T).T
 

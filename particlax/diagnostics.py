@@ -10,11 +10,12 @@ import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import pairwise
+from particlax.blocks import wide
 from particlax.checks import as_key, positive, whole
 from particlax.data import Minibatches
 from particlax.errors import ParticleError, expect
 from particlax.kernels import RBF, Kernel
-from particlax.pairwise import matmul, wide
+from particlax.pairwise import matmul
 from particlax.particles import as_cloud, flatten, num_particles
 from particlax.target import Target
 from particlax.zoo import Density

@@ -8,7 +8,7 @@ A warp asks for what comes next before it works on what it has.
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +19,9 @@ from jaxtyping import Array
 
 from particlax import gpu
 from particlax.tensor import Blocks
+from particlax.updates import Todo
 
-__all__ = ["distances", "from_pairs", "mix"]
+__all__ = ["distances", "from_pairs", "mix", "move"]
 
 MOST = 20
 """Largest number of particles whose pairs all fit into registers."""
@@ -28,6 +29,8 @@ WARPS = 1056
 """Tiles that are worked on at a time: eight for each processor of an H100."""
 REGISTERS = 200
 """Numbers that a thread may hold."""
+AHEAD = 2
+"""How many particles ahead mixing asks for what else a step needs of them."""
 
 
 def _lanes(held: int, most: int) -> int:
@@ -152,25 +155,52 @@ def from_pairs(sums: Array, num: int) -> Array:
 # ------------------------------------------------------------------------------------------------------------ mix
 
 
-def _mix_body(weights_ref: Any, *refs: Any, num: int, lanes: int, both: bool) -> None:
+class _Refs(NamedTuple):
+    """The matrices of one leaf, what its results are written to, and its scalars' places."""
+
+    arrays: Any
+    outs: Any
+    scalars: Any
+
+
+def _refs(todo: Sequence[Todo], sizes: Sequence[tuple[int, int]], refs: Any) -> list[_Refs]:
+    """References by leaf; those to all scalars are first, then come all matrices, then all results."""
+    scalars, *refs = refs
+    found, place, made, count = [], 0, sum(arrays for arrays, _ in sizes), 0
+    for one, (arrays, numbers) in zip(todo, sizes, strict=True):
+        results = len(one.over) if one.rule else 1
+        own = [(scalars, count + k) for k in range(numbers)]
+        found.append(_Refs(refs[place : place + arrays], refs[made : made + results], own))
+        place, made, count = place + arrays, made + results, count + numbers
+    return found
+
+
+def _mix_body(
+    weights_ref: Any, *refs: Any, todo: Any, sizes: Any, num: int, lanes: int, both: bool
+) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    count = len(refs) // (3 if both else 2)
-    x_refs, out_refs = refs[:count], refs[-count:]
-    v_refs = refs[count : 2 * count] if both else [None] * count
-    leaves = _leaves(x_refs, pl.program_id(0), lanes)
-    for x_ref, v_ref, out_ref, leaf in zip(x_refs, v_refs, out_refs, leaves, strict=True):
+    blocks = _refs(todo, sizes, refs)
+    leaves = _leaves([block.arrays[0] for block in blocks], pl.program_id(0), lanes)
+    for one, block, leaf in zip(todo, blocks, leaves, strict=True):
 
         @pl.when(leaf.here)
-        def _(x_ref: Any = x_ref, v_ref: Any = v_ref, out_ref: Any = out_ref, leaf: _Leaf = leaf):
+        def _(one: Todo = one, block: _Refs = block, leaf: _Leaf = leaf):
             read = lambda ref: [_load(ref, i, leaf, lanes) for i in range(num)]
-            place = lambda i: out_ref.at[_row(i, leaf.start, lanes)]
-            store = lambda i, row: triton.store(place(i), row, mask=leaf.inside)
-            _mix_tile(weights_ref, read(x_ref), [] if v_ref is None else read(v_ref), store)
+            x, v = read(block.arrays[0]), read(block.arrays[1]) if both else []
+            scalars = [ref[place] for ref, place in block.scalars]
+            ask = lambda i: [_load(block.arrays[k], i, leaf, lanes) for k in one.reads]
+
+            def store(i: Any, drift: Array, fields: list[Array]) -> None:
+                made = one.rule(drift, fields, scalars) if one.rule else [drift]
+                for ref, row in zip(block.outs, made, strict=True):
+                    triton.store(ref.at[_row(i, leaf.start, lanes)], row, mask=leaf.inside)
+
+            _mix_tile(weights_ref, x, v, ask, store)
 
 
-def _mix_tile(weights_ref: Any, x: list[Array], v: list[Array], store: Callable) -> None:
+def _mix_tile(weights_ref: Any, x: list[Array], v: list[Array], ask: Any, store: Any) -> None:
     """One tile, all of whose numbers are read by now: results are written particle by particle."""
     num = len(x)
     zero, pull = jnp.zeros_like(x[0]), weights_ref[num, 0]
@@ -178,19 +208,23 @@ def _mix_tile(weights_ref: Any, x: list[Array], v: list[Array], store: Callable)
     away = [one - mean for one in x]
     v = [gpu.fma(one, -pull, value) for one, value in zip(x, v, strict=False)]
     weights = lambda i, start: [weights_ref[i, start + j] for j in range(num)]
+    row = lambda i: jnp.minimum(i, num - 1)
 
-    def write(i: Any, left: list[Array]) -> list[Array]:
+    def write(i: Any, carry: Any) -> Any:
+        left, (fields, *later) = carry
         right = weights(i, num) if v else []
+        later = [*later, ask(row(i + AHEAD))]  # asked for before they are needed
         one, other = zero, zero
         for weight, number in zip(left, away, strict=True):
             one = gpu.fma(number, weight, one)
-        left = weights(jnp.minimum(i + 1, num - 1), 0)  # asked for before they are needed
+        left = weights(row(i + 1), 0)
         for weight, number in zip(right, v, strict=True):
             other = gpu.fma(number, weight, other)
-        store(i, one + other)
-        return left
+        store(i, one + other, fields)
+        return left, later
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(num), write, weights(jnp.int32(0), 0))
+    first = [ask(row(jnp.int32(i))) for i in range(AHEAD)]
+    lax.fori_loop(jnp.int32(0), jnp.int32(num), write, (weights(jnp.int32(0), 0), first))
 
 
 def mix(
@@ -201,11 +235,32 @@ def mix(
     pull: Array | None = None,
 ) -> list[Array]:
     """left @ (x - m) + right @ (v - pull * x)."""
+    blocks = [[x] for x in xs] if right is None else [list(some) for some in zip(xs, vs, strict=True)]  # fmt: skip
+    given = [(arrays, []) for arrays in blocks]
+    return [one for (one,) in move([Todo([])] * len(xs), left, given, right, pull)]
+
+
+def move(
+    todo: Sequence[Todo], left: Array, given: Any, right: Array | None, pull: Array | None
+) -> list[list[Array]]:
+    """For every leaf the results of its rule, of its arrays and scalars in `given`, or else the mixture."""
     num, both = len(left), right is not None
-    rows = left if right is None else jnp.concatenate([left, right], 1)
+    single = [one.astype(jnp.float32) for one in (left, right) if one is not None]
+    rows = jnp.concatenate(single, 1)
     pulls = jnp.full((1, rows.shape[1]), 0.0 if pull is None else pull, jnp.float32)
+    weights = jnp.concatenate([rows, pulls])
+    xs = [arrays[0] for arrays, _ in given]
     lanes = _lanes(2 * num, 4)
-    kernel = functools.partial(_mix_body, num=num, lanes=lanes, both=both)
-    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in xs]
-    weights = jnp.concatenate([rows, pulls]).astype(jnp.float32)
-    return list(gpu.launch(kernel, shapes, (_tiles(xs, lanes),), weights, *xs, *vs, warps=1))
+    sizes = tuple((len(arrays), len(scalars)) for arrays, scalars in given)
+    body = functools.partial(_mix_body, todo=todo, sizes=sizes, num=num, lanes=lanes, both=both)
+    shapes, aliases, place = [], {}, 2
+    for one, (arrays, _) in zip(todo, given, strict=True):
+        for over in one.over if one.rule else [None]:
+            if over is not None and place + over not in aliases:
+                aliases[place + over] = len(shapes)
+            shapes.append(jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32))
+        place += len(arrays)
+    scalars = jnp.stack([*[s for _, own in given for s in own], jnp.float32(0)])
+    args = [weights, scalars, *[a for arrays, _ in given for a in arrays]]
+    made = iter(gpu.launch(body, shapes, (_tiles(xs, lanes),), *args, warps=1, aliases=aliases))
+    return [[next(made) for _ in (one.over if one.rule else [None])] for one in todo]

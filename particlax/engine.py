@@ -11,10 +11,10 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from particlax import placement, sharding
+from particlax.blocks import wide
 from particlax.data import Minibatches
 from particlax.errors import NonFiniteError
 from particlax.flow import Flow, Info, State
-from particlax.pairwise import wide
 from particlax.particles import num_particles, random_like
 from particlax.streams import Block
 

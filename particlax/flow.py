@@ -1,22 +1,25 @@
 """Flow: target, terms, metric and integrator as one step of a sampler."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from particlax import pairwise
+from particlax.blocks import few
 from particlax.checks import refuse_not_finite
 from particlax.errors import OptionError, ParticleError, expect, known_options
 from particlax.integrators import Integrator
 from particlax.kernels import LayerWise
 from particlax.metrics import Identity, Metric
 from particlax.particles import as_cloud, check_parts, join, num_particles
-from particlax.target import Target
+from particlax.target import Evaluated, Target
 from particlax.terms import Cloud, Drift, Frame, Term, Velocity, add
 
 __all__ = ["Flow", "Info", "Shared", "State"]
@@ -145,8 +148,15 @@ class Flow(eqx.Module):
         z, score = frame.points(particles), frame.scores(seen.score)
         pulled = seen.pulled if type(frame) is Frame else None
         cloud = Cloud(z, score, state.step, frame, particles, state.carried, common, pulled)
-        velocity, memories, forces = self._sum(cloud, now, state)
-        moved, memory = self._move(particles, velocity, state.integrator, state.step)
+        total, how, memories, forces = self._sum(cloud, now, state)
+        move = lambda mixed: self._move(particles, total(mixed), state.integrator, state.step)
+        if how is None:
+            moved, memory = move(None)
+        else:
+            old = (particles, state.integrator)
+            # Particles are written over: whatever else looks at them comes before.
+            seen, how = _before(seen, how)
+            moved, memory = pairwise.moved(z, _scores(cloud), how, move, old)
         shared = None
         if state.shared is not None:
             old, trained = state.shared, Velocity(seen.shared)
@@ -175,34 +185,45 @@ class Flow(eqx.Module):
 
     def _sum(
         self, cloud: Cloud, key: Key[Array, ""], state: State
-    ) -> tuple[Velocity, tuple[PyTree, ...], dict[str, Array]]:
-        drifts, noises, memories, forces = [], [], [], {}
+    ) -> tuple[Callable[[PyTree], Velocity], pairwise.Mixing | None, tuple[PyTree, ...], dict]:
+        """The velocity, given what the matrices of some terms make of the cloud; these, memories and forces."""
+        called, drifts, noises, memories, forces = [], [], [], [], {}
         mixings = self._mixings(cloud, state)
-        scores = cloud.score if cloud.pulled is None else cloud.pulled
         todo = zip(self.terms, state.terms, mixings, strict=True)
         for place, (term, old, mixing) in enumerate(todo):
             own = jax.random.fold_in(key, len(noises)) if term.noisy else None
             if mixing:
                 how, memory = mixing
-                part = Velocity(pairwise.mixed(cloud.x, scores, how))
+                part = Velocity(pairwise.mixed(cloud.x, _scores(cloud), how))
             else:
                 part, memory = term(cloud, own, old)
-                drifts.append(part.drift)
+                if type(term) is Drift:
+                    called.append(term)
+                else:
+                    drifts.append(part.drift)
             memories.append(memory)
             if part.noise is not None:
                 noises.append(part.noise)
             name = type(term).__name__
             forces[f"{name}{place}" if name in forces else name] = _rms(part.drift)
-        if found := [mixing[0] for mixing in mixings if mixing]:
-            how = functools.reduce(pairwise.Mixing.plus, found)
-            drifts.append(pairwise.mixed(cloud.x, scores, how))
-        drift, noise = cloud.frame.tamed(add(*drifts)), add(*noises)
-        noise = None if noise is None else cloud.frame.back(noise)
-        return Velocity(cloud.frame.back(drift), noise), tuple(memories), forces
+
+        def total(mixed: PyTree) -> Velocity:
+            # A drift is computed where it is used, from a score in two parts if it came so.
+            whole = cloud
+            if how is not None and cloud.pulled is not None:
+                whole = dataclasses.replace(cloud, score=cloud.pulled.whole(cloud.x))
+            own = [term(whole, None, ())[0].drift for term in called]
+            drift, noise = cloud.frame.tamed(add(*drifts, *own, mixed)), add(*noises)
+            noise = None if noise is None else cloud.frame.back(noise)
+            return Velocity(cloud.frame.back(drift), noise)
+
+        found = [mixing[0] for mixing in mixings if mixing]
+        how = functools.reduce(pairwise.Mixing.plus, found) if found else None
+        return total, how, tuple(memories), forces
 
     def _mixings(self, cloud: Cloud, state: State) -> list[tuple[pairwise.Mixing, PyTree] | None]:
         """What the terms offer as matrices; a drift only if others use the score too, so that it costs nothing."""
-        if not pairwise.few(cloud.x):
+        if not few(cloud.x):
             return [None] * len(self.terms)
         found = [term.mixing(cloud, old) for term, old in zip(self.terms, state.terms, strict=True)]
         plain = [isinstance(term, Drift) for term in self.terms]
@@ -210,6 +231,16 @@ class Flow(eqx.Module):
         if not any(how.right is not None for how, _ in others):
             found = [None if drift else m for m, drift in zip(found, plain, strict=True)]
         return found
+
+
+def _before(seen: Evaluated, how: pairwise.Mixing) -> tuple[Evaluated, pairwise.Mixing]:
+    """Both as they are, the second only when the first's values are known."""
+    log_density, how = lax.optimization_barrier((seen.log_density, how))
+    return seen._replace(log_density=log_density), how
+
+
+def _scores(cloud: Cloud) -> PyTree | pairwise.Pulled:
+    return cloud.score if cloud.pulled is None else cloud.pulled
 
 
 def _rms(tree: PyTree) -> Array:

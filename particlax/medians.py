@@ -9,12 +9,12 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from particlax import circle, gpu, radix, selection, sharding
+from particlax.blocks import as_matrices
 from particlax.errors import OptionError
 from particlax.pairwise import (
     DIRECT_DIM,
     Blocks,
     _around,
-    _blocks,
     _few,
     _few_sqdist,
     _means,
@@ -38,7 +38,7 @@ def median_sqdist(x: PyTree, *, itself: bool = False, of_squares: bool = False) 
     `of_squares` averages the two middle squares of an even number, and not the distances.
     """
     few = _few(x, x)
-    xs = lax.stop_gradient(_blocks(x)[0])
+    xs = lax.stop_gradient(as_matrices(x)[0])
     num = xs[0].shape[0]
     if num > 46340:
         raise OptionError(

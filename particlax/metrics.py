@@ -16,9 +16,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import noise, sharding
+from particlax.blocks import wide
 from particlax.checks import Part, number, positive
 from particlax.errors import ParticleError
-from particlax.pairwise import matmul, reduce_rows, wide
+from particlax.pairwise import matmul, reduce_rows
 from particlax.particles import dimension, flatten, num_particles
 from particlax.terms import Frame, scale
 

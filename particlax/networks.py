@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
+from particlax.blocks import wide
 from particlax.checks import Part, Scheduled, number, positive, refuse_not_finite
 from particlax.data import Minibatches
 from particlax.diffusions import GFSD, Blob
 from particlax.errors import DataError, OptionError, TargetError, expect, known_options
-from particlax.pairwise import wide
 from particlax.particles import by_prefix, join, leaf_names, num_particles
 from particlax.priors import GaussianPrior, Prior
 from particlax.target import Target, num_rows

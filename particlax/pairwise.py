@@ -21,33 +21,28 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from particlax import formula, fused, gpu, sharding, skinny
+from particlax import formula, fused, gpu, sharding, skinny, updates
+from particlax.blocks import alone, as_matrices, few, wide
 from particlax.errors import OptionError
 from particlax.fused import Pairs
-from particlax.particles import dimension, flatten, num_particles
 from particlax.skinny import matmul
 
 __all__ = [
     "Mixing",
     "Pulled",
-    "few",
     "interact",
     "logsumexp",
     "mean_square",
     "mixed",
     "mixing",
+    "moved",
     "reduce_rows",
     "sqdist",
     "total",
-    "wide",
 ]
 
 DIRECT_DIM = 8
 """Largest D for which distances are summed from differences (exact) and not from a Gram matrix."""
-FLAT_DIM = 4096
-"""Largest D for which a cloud of several leaves is joined into one matrix."""
-APART = 8
-"""Most leaves of a cloud of few particles that a GPU kernel takes one by one."""
 STRIP_ELEMENTS = {"cpu": 1 << 20}
 """Elements of one strip by backend: a strip and its temporaries should stay in cache."""
 STRIP_ELEMENTS_ELSEWHERE = 1 << 26
@@ -58,42 +53,6 @@ Blocks = list[Array]
 Vectors = Sequence[Array]
 
 
-def _blocks(tree: PyTree) -> tuple[Blocks, Callable[[Blocks], PyTree]]:
-    """A cloud as matrices with M rows, computed in at least float32, and the way back.
-
-    Small leaves are joined: one matrix in all up to FLAT_DIM coordinates, above that large leaves stay alone, and so do some small
-    ones where a kernel takes them as they are.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    most = FLAT_DIM if dimension(tree) <= FLAT_DIM else skinny.LEAST
-    if gpu.possible() and few(tree) and len(leaves) <= APART:
-        most = 0
-    alone = [i for i, leaf in enumerate(leaves) if dimension(leaf) > most]
-    joined = [i for i in range(len(leaves)) if i not in alone]
-    blocks = [wide(leaves[i].reshape(leaves[i].shape[0], -1)) for i in alone]
-    unflatten: Any = None
-    if joined:
-        matrix, unflatten = flatten([wide(leaves[i]) for i in joined])
-        blocks.append(matrix)
-
-    def back(blocks: Blocks) -> PyTree:
-        parts: list[Any] = list(leaves)
-        for i, block in zip(alone, blocks, strict=False):
-            parts[i] = block.reshape(block.shape[0], *leaves[i].shape[1:])
-        if joined:
-            for i, part in zip(joined, unflatten(blocks[-1]), strict=True):
-                parts[i] = part
-        cast = [part.astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
-        return jax.tree.unflatten(structure, cast)
-
-    return blocks, back
-
-
-def few(x: PyTree) -> bool:
-    """Whether a cloud has so few particles in so many dimensions that `mixing` is for it."""
-    return skinny.suits(num_particles(x)) and dimension(x) > FLAT_DIM
-
-
 def _few(x: PyTree, y: PyTree) -> bool:
     return y is x and few(x)
 
@@ -101,11 +60,6 @@ def _few(x: PyTree, y: PyTree) -> bool:
 def _few_sqdist(add: Callable[[Any], Any], xs: Blocks) -> Array:
     """Squared distances within a cloud, added up over the devices' coordinates."""
     return add(skinny.distances(xs)[0])
-
-
-def wide(block: Array) -> Array:
-    """At least float32: sums over pairs, solves and factorisations need it."""
-    return block.astype(jnp.promote_types(block.dtype, jnp.float32))
 
 
 def _sqdist(xs: Blocks, ys: Blocks) -> Array:
@@ -130,8 +84,8 @@ def _around(centres: Blocks, xs: Blocks, ys: Blocks) -> tuple[Blocks, Blocks]:
 
 
 def _both(x: PyTree, y: PyTree) -> tuple[Blocks, Blocks, Callable[[Blocks], PyTree]]:
-    xs, back = _blocks(x)
-    return xs, xs if y is x else _blocks(y)[0], back
+    xs, back = as_matrices(x)
+    return xs, xs if y is x else as_matrices(y)[0], back
 
 
 def _strip_elements() -> int:
@@ -166,7 +120,7 @@ def _weigh(weights: Weights, r2: Array, rows: Vectors, cols: Vectors) -> Any:
 def sqdist(x: PyTree, y: PyTree) -> Float[Array, "M N"]:
     """The whole matrix of squared distances; only for clouds known to be small."""
     if _few(x, y):
-        return sharding.by_coordinates(_few_sqdist, (_blocks(x)[0],), result="same")
+        return sharding.by_coordinates(_few_sqdist, (as_matrices(x)[0],), result="same")
     xs, ys, _ = _both(x, y)
     return _sqdist(*_around(_means(ys), xs, ys))
 
@@ -179,7 +133,7 @@ def mean_square(x: PyTree) -> Float[Array, ""]:
     """
     if _few(x, x):  # the same kernels as for the distances, so at no cost beside them
         square = lambda add, xs: add(skinny.distances(xs)[1])
-        return sharding.by_coordinates(square, (_blocks(x)[0],), result="same")
+        return sharding.by_coordinates(square, (as_matrices(x)[0],), result="same")
     return sum(jnp.sum(jnp.mean(wide(leaf) ** 2, 0)) for leaf in jax.tree.leaves(x))  # pyright: ignore
 
 
@@ -204,7 +158,7 @@ def interact(
     if _few(x, y):
         how = mixing(x, y, weights, values=values, rows=rows, cols=cols)
         return mixed(x, values, how)
-    vs = None if values is None else _blocks(values)[0]
+    vs = None if values is None else as_matrices(values)[0]
     xs, ys, back = _both(x, y)
     pairs, lean = Pairs(xs, ys, vs, rows, cols), functools.partial(_interact, ratio=ratio)
     return back(_all(fused.interact, _interact, weights, pairs, lean=lean))
@@ -305,7 +259,7 @@ def mixing(
         b = pair if values is None else pair[1]
         return Mixing(jnp.diag(jnp.sum(b, 1)) - b, None if values is None else pair[0])
 
-    return sharding.by_coordinates(matrices, (_blocks(x)[0],), (rows, cols), "same")
+    return sharding.by_coordinates(matrices, (as_matrices(x)[0],), (rows, cols), "same")
 
 
 class Pulled(NamedTuple):
@@ -314,12 +268,17 @@ class Pulled(NamedTuple):
     values: PyTree
     pull: Any
 
+    def whole(self, x: PyTree) -> PyTree:
+        """The score."""
+        pulled = lambda v, x: v - jnp.asarray(self.pull, x.dtype) * x
+        return jax.tree.map(pulled, self.values, x)
+
 
 def mixed(x: PyTree, values: PyTree | Pulled, how: Mixing) -> PyTree:
     """left @ (x - mean of x) + right @ values."""
-    xs, back = _blocks(x)
+    xs, back = as_matrices(x)
     values, pull = values if isinstance(values, Pulled) else (values, None)
-    vs = None if how.right is None else _blocks(values)[0]
+    vs = None if how.right is None else as_matrices(values)[0]
 
     def moved(add: Any, xs: Blocks, vs: Blocks | None, how: Mixing) -> Blocks:
         return skinny.mix(how.left, xs, how.right, vs, pull)
@@ -327,11 +286,39 @@ def mixed(x: PyTree, values: PyTree | Pulled, how: Mixing) -> PyTree:
     return back(sharding.by_coordinates(moved, (xs, vs), same=(how,)))
 
 
+def moved(
+    x: PyTree, values: PyTree | Pulled, how: Mixing, step: Callable[[PyTree], PyTree], old: PyTree
+) -> PyTree:
+    """step(mixed(x, values, how)), in the same pass over memory if it treats every number alone.
+
+    `old` has the structure of the result: what it replaces.
+    """
+    values, pull = values if isinstance(values, Pulled) else (values, None)
+    used = (x,) if how.right is None else (x, values)
+    ready = skinny.ready(used) and sharding.here()
+    plan = updates.apart(step, x, old) if ready else None
+    if plan is None:
+        scores = values if pull is None else Pulled(values, pull)
+        return step(mixed(x, scores, how))
+    xs, back = as_matrices(x)
+    leaves, own = [jax.tree.leaves(tree) for tree in used], alone(x)
+    todo = [plan.leaves[i].among([some[i] for some in leaves]) for i in own]
+    if sum(x.shape[1] for x in xs[len(own) :]):
+        todo.append(updates.Todo([as_matrices(tree)[0][-1] for tree in used]))
+    found = skinny.move(how.left, todo, how.right, pull)
+    joined = [one for (one,) in found[len(own) :]] or xs[len(own) :]
+    drifts = jax.tree.leaves(back([*xs[: len(own)], *joined]))
+    results = [leaf.rule(drift, leaf.fields, leaf.scalars) for leaf, drift in zip(plan.leaves, drifts, strict=True)]  # fmt: skip
+    for i, made in zip(own, found, strict=False):
+        results[i] = [one.reshape(drifts[i].shape) for one in made]
+    return plan.finish(results)
+
+
 def _few_reduce(how: Any, x: PyTree, weights: Weights, rows: Vectors, cols: Vectors) -> Array:
     def reduced(add: Any, xs: Blocks, rows: Vectors, cols: Vectors) -> Array:
         return how(_weigh(weights, _few_sqdist(add, xs), rows, cols), axis=1)
 
-    return sharding.by_coordinates(reduced, (_blocks(x)[0],), (rows, cols), "rows")
+    return sharding.by_coordinates(reduced, (as_matrices(x)[0],), (rows, cols), "rows")
 
 
 def total(

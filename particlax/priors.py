@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from particlax.blocks import wide
 from particlax.checks import Part, number, positive
 from particlax.errors import OptionError
-from particlax.pairwise import wide
 from particlax.particles import by_prefix, leaf_names
 
 __all__ = ["GaussianPrior"]

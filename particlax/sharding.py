@@ -34,6 +34,7 @@ __all__ = [
     "by_coordinates",
     "by_rows",
     "factored",
+    "here",
     "over_columns",
     "picked",
     "spread",
@@ -60,6 +61,11 @@ def using(layout: Layout | None) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
+
+
+def here() -> bool:
+    """Whether what is traced now is for one device."""
+    return _active.get() is None
 
 
 def spread(batch: PyTree) -> PyTree:

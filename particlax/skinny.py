@@ -6,19 +6,20 @@ up to 20 particles, all leaves in one launch, and those of `tensor` above. Cloud
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from particlax import direct, gpu, tensor
 from particlax.tensor import Blocks, from_gram
+from particlax.updates import Todo
 
-__all__ = ["distances", "mix", "suits"]
+__all__ = ["distances", "mix", "move", "ready", "suits"]
 
 PAIRED, SMALL, LARGE = 1024, 4096, 16384
 """Coordinates at a time on a CPU: of all pairs, of up to 8 particles, and of more."""
@@ -66,6 +67,32 @@ def mix(
         )
     found = dict(zip(full, _choose(xs, "mix", _plain_mix, *args), strict=True))
     return [found.get(i, x) for i, x in enumerate(xs)]
+
+
+def ready(cloud: PyTree) -> bool:
+    """Whether `move` is for this cloud, or for a cloud and its scores: on a GPU. Elsewhere XLA would copy what is written over."""
+    leaves = jax.tree.leaves(cloud)
+    size = sum(leaf.size // len(leaf) for leaf in leaves)
+    fits = len(leaves[0]) <= direct.MOST and size >= LEAST
+    return gpu.possible() and fits and all(leaf.dtype == jnp.float32 for leaf in leaves)
+
+
+def move(
+    left: Float[Array, "M M"],
+    todo: Sequence[Todo],
+    right: Float[Array, "M M"] | None = None,
+    pull: Any = None,
+) -> list[list[Array]]:
+    """What `mix` gives, and what is to be done with it: the results of every rule, or else the mixture.
+
+    The first of a rule's arrays is x and, if there is `right`, the second v.
+    """
+    bare = [one._replace(arrays=[], scalars=()) for one in todo]
+    fused = functools.partial(direct.move, bare)
+    plain = functools.partial(_plain_move, bare)
+    given = [(one.arrays, list(one.scalars)) for one in todo]
+    pull = None if pull is None else jnp.asarray(pull, jnp.float32)
+    return gpu.choose(True, gpu.differentiable(fused, plain), plain, left, given, right, pull)
 
 
 def _choose(xs: Blocks, name: str, plain: Any, *args: Any) -> Any:
@@ -144,6 +171,19 @@ def _plain_mix(
         return matmul(both.astype(x.dtype), jnp.concatenate([x - jnp.mean(x, 0), pulled(x, v)]))
 
     return [_written(of, x, v) for x, v in zip(xs, vs, strict=True)]
+
+
+def _plain_move(
+    todo: Sequence[Todo], left: Array, given: Any, right: Array | None, pull: Array | None
+) -> list[list[Array]]:
+    xs = [arrays[0] for arrays, _ in given]
+    vs = () if right is None else [arrays[1] for arrays, _ in given]
+    drifts = _plain_mix(left, xs, right, vs, pull)
+    found = []
+    for one, drift, (arrays, scalars) in zip(todo, drifts, given, strict=True):
+        fields = [arrays[i] for i in one.reads]
+        found.append(one.rule(drift, fields, scalars) if one.rule else [drift])
+    return found
 
 
 def _in_pieces() -> bool:

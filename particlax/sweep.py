@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from particlax.blocks import wide
 from particlax.checks import refuse_not_finite, whole
 from particlax.errors import OptionError, ParticleError, TargetError
 from particlax.flow import State
 from particlax.networks import Network
-from particlax.pairwise import wide
 from particlax.particles import join, num_particles
 from particlax.run import Result
 from particlax.target import num_rows

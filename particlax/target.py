@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import sharding
+from particlax.blocks import wide
 from particlax.errors import DataError, OptionError, TargetError, known_options
-from particlax.pairwise import Pulled, wide
+from particlax.pairwise import Pulled
 from particlax.particles import join, num_particles
 from particlax.priors import GaussianPrior
 

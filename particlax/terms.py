@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from particlax import noise, pairwise
+from particlax.blocks import few
 from particlax.checks import Part, Scheduled, at, number, positive
 from particlax.errors import expect
 from particlax.kernels import RBF, Kernel, LayerWise
@@ -157,7 +158,7 @@ class Stein(Term):
         self.kernel.check(particles)
 
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
-        if pairwise.few(cloud.x) and (found := self.mixing(cloud, memory)):
+        if few(cloud.x) and (found := self.mixing(cloud, memory)):
             return Velocity(pairwise.mixed(cloud.x, cloud.score, found[0])), memory
         phi = self.kernel.apart(_stein, cloud.x, cloud.score)
         return Velocity(scale(self._factor(cloud), phi)), memory

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from particlax import medians, pairwise
+from particlax import blocks, medians, pairwise
 
 from . import references as ref
 
@@ -147,7 +147,7 @@ def test_strips_are_no_higher_than_asked(monkeypatch):
 def test_leaf_by_leaf_equals_flat(x64, monkeypatch, dim, elements):
     arguments = inputs(num=37, columns=23, dim=dim)
     flat = all_sums(arguments, kind="tree")
-    monkeypatch.setattr(pairwise, "FLAT_DIM", 1)
+    monkeypatch.setattr(blocks, "FLAT_DIM", 1)
     monkeypatch.setitem(pairwise.STRIP_ELEMENTS, "cpu", elements)
     same(all_sums(arguments, kind="tree"), flat, 1e-11)
 
@@ -155,7 +155,7 @@ def test_leaf_by_leaf_equals_flat(x64, monkeypatch, dim, elements):
 def test_median_leaf_by_leaf_equals_flat(x64, monkeypatch):
     arguments = inputs(num=13, dim=12)
     flat = all_sums(arguments, kind="tree", what=both_medians)
-    monkeypatch.setattr(pairwise, "FLAT_DIM", 1)
+    monkeypatch.setattr(blocks, "FLAT_DIM", 1)
     same(all_sums(arguments, kind="tree", what=both_medians), flat, 1e-11)
 
 
