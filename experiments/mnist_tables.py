@@ -19,7 +19,8 @@ def table(found: list[dict], width: int) -> report.Rows:
         ["method", "seeds", "paper, error %", "mixture, error %", "with snapshots, error %", "single networks, error %", "NLL", "ECE", "AUROC, clothes"]
     ]  # fmt: skip
     last = [r for r in found if r["evaluation"][0] == r["evaluation"][1]]
-    here = [r for r in last if r["config"]["width"] == width]
+    tested = [r for r in last if r["config"]["data"] != "validation"]
+    here = [r for r in tested if r["config"]["width"] == width]
     for method in METHODS:
         seen = [r["metrics"] for r in here if r["config"]["method"] == method]
         if not seen:
