@@ -9,12 +9,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, DropVar, Literal, jaxpr_as_fun
+from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
 from particlax.formula import CALLS, ELEMENTWISE, SAME
 
 __all__ = ["Apart", "Leaf", "Rule", "Todo", "apart"]
+
+
+class Name:
+    """A value that an operation makes or is given."""
+
+    def __init__(self, aval: Any):
+        self.aval = aval
+
+
+class Op(NamedTuple):
+    """An operation of a traced function, by the names of what it takes and makes."""
+
+    eqn: Any
+    ins: list[Any]
+    outs: list[Name]
 
 
 class Rule(NamedTuple):
@@ -24,7 +39,7 @@ class Rule(NamedTuple):
     fields: tuple[Any, ...]
     scalars: tuple[Any, ...]
     results: tuple[Any, ...]
-    eqns: tuple[Any, ...]
+    ops: tuple[Op, ...]
 
     def __call__(
         self, drift: Any, fields: Sequence[Array], scalars: Sequence[Array]
@@ -32,7 +47,7 @@ class Rule(NamedTuple):
         """The results on tiles of any shape."""
         known = dict(zip((*self.fields, *self.scalars), (*fields, *scalars), strict=True))
         known[self.drift] = drift
-        return [jnp.broadcast_to(r, drift.shape) for r in _run(self.eqns, known, self.results)]
+        return [jnp.broadcast_to(r, drift.shape) for r in _run(self.ops, known, self.results)]
 
 
 class Todo(NamedTuple):
@@ -80,31 +95,35 @@ def apart(step: Callable[[PyTree], PyTree], drift: PyTree, old: PyTree) -> Apart
     """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), drift)
     closed, outline = jax.make_jaxpr(step, return_shape=True)(shapes)
-    jaxpr, wide = closed.jaxpr, {leaf.shape for leaf in jax.tree.leaves(drift)}
-    field = lambda var: var.aval.shape in wide
+    names = {var: Name(var.aval) for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
+    drifts, ops = [names[var] for var in closed.jaxpr.invars], []
+    outs = _inlined(closed.jaxpr, names, ops)
+    wide = {leaf.shape for leaf in jax.tree.leaves(drift)}
     inner, outer = [], []
-    for eqn in _needed(jaxpr):
-        (inner if any(map(field, (*eqn.invars, *eqn.outvars))) else outer).append(eqn)
+    for op in _needed(ops, outs):
+        many = any(name.aval.shape in wide for name in (*op.ins, *op.outs))
+        (inner if many else outer).append(op)
     if not all(map(_alone, inner)):
         return None
-    groups = _groups([[v for v in (*e.invars, *e.outvars) if field(v)] for e in inner], jaxpr)
-    roots = [groups[var] for var in jaxpr.invars]
-    values = _outside(closed, outer)
-    if len(set(roots)) < len(roots) or not _single(jaxpr.invars, inner, values):
+    groups = _groups(inner, wide)
+    roots = [groups.get(name, name) for name in drifts]
+    given = dict(zip([names[var] for var in closed.jaxpr.constvars], closed.consts, strict=True))
+    values = _outside(outer, given)
+    if len(set(roots)) < len(roots) or not _single(drifts, inner, values):
         return None
-    rules = [_rule(var, root, inner, groups, jaxpr) for var, root in zip(jaxpr.invars, roots, strict=True)]  # fmt: skip
-    rest = [eqn for eqn in inner if groups[eqn.outvars[0]] not in roots]
+    rules = [_rule(name, [op for op in inner if groups[op.outs[0]] is root], outs) for name, root in zip(drifts, roots, strict=True)]  # fmt: skip
+    rest = [op for op in inner if groups[op.outs[0]] not in roots]
 
     def finish(found: Sequence[Sequence[Array]]) -> PyTree:
         known = dict(values)
         for rule, results in zip(rules, found, strict=True):
             known.update(zip(rule.results, results, strict=True))
         leaves, structure = jax.tree.flatten(outline)
-        pairs = zip(_run(rest, known, jaxpr.outvars), leaves, strict=True)
+        pairs = zip(_run(rest, known, outs), leaves, strict=True)
         whole = [jnp.broadcast_to(jnp.asarray(one, leaf.dtype), leaf.shape) for one, leaf in pairs]
         return jax.tree.unflatten(structure, whole)
 
-    replaced = dict(zip(map(id, jaxpr.outvars), jax.tree.leaves(old), strict=True))
+    replaced = dict(zip(map(id, outs), jax.tree.leaves(old), strict=True))
     return Apart([_leaf(rule, values, replaced) for rule in rules], finish)
 
 
@@ -115,90 +134,99 @@ def _leaf(rule: Rule, values: dict[Any, Any], replaced: dict[int, Any]) -> Leaf:
     return Leaf(rule, fields, scalars, over)
 
 
-def _needed(jaxpr: Any) -> list[Any]:
+def _inlined(jaxpr: Any, names: dict[Any, Any], ops: list[Op]) -> list[Any]:
+    """The names of the results; all operations, those of called functions in their place, are added to `ops`."""
+    at = lambda var: var if isinstance(var, Literal) else names[var]
+    for eqn in jaxpr.eqns:
+        ins = [at(var) for var in eqn.invars]
+        inner = eqn.params.get(CALLS.get(eqn.primitive.name))
+        if inner is not None and not getattr(inner, "consts", ()):
+            plain = getattr(inner, "jaxpr", inner)
+            outs = _inlined(plain, dict(zip(plain.invars, ins, strict=True)), ops)
+        else:
+            outs = [Name(var.aval) for var in eqn.outvars]
+            ops.append(Op(eqn, ins, outs))
+        names.update(zip(eqn.outvars, outs, strict=True))
+    return [at(var) for var in jaxpr.outvars]
+
+
+def _needed(ops: list[Op], outs: list[Any]) -> list[Op]:
     """The operations that some result depends on."""
-    wanted, found = {var for var in jaxpr.outvars if not isinstance(var, Literal)}, []
-    for eqn in reversed(jaxpr.eqns):
-        if wanted.intersection(eqn.outvars):
-            wanted.update(var for var in eqn.invars if not isinstance(var, Literal))
-            found.append(eqn)
+    wanted, found = set(map(id, outs)), []
+    for op in reversed(ops):
+        if wanted.intersection(map(id, op.outs)):
+            wanted.update(map(id, op.ins))
+            found.append(op)
     return found[::-1]
 
 
-def _alone(eqn: Any) -> bool:
+def _alone(op: Op) -> bool:
     """Whether a kernel knows the operation, and it acts on every number alone."""
-    name = eqn.primitive.name
-    if name in CALLS:
-        inner = eqn.params[CALLS[name]]
-        plain = getattr(inner, "jaxpr", inner)
-        return not getattr(inner, "consts", ()) and all(map(_alone, plain.eqns))
-    (out,) = (var.aval for var in eqn.outvars) if len(eqn.outvars) == 1 else (None,)
-    if out is None or any(var.aval.shape not in ((), out.shape) for var in eqn.invars):
+    shape, name = op.outs[0].aval.shape, op.eqn.primitive.name
+    if any(one.aval.shape not in ((), shape) for one in (*op.ins, *op.outs)):
         return False
     if name in SAME:
-        return all(var.aval.dtype == jnp.float32 for var in (*eqn.invars, *eqn.outvars))
+        return all(one.aval.dtype == jnp.float32 for one in (*op.ins, *op.outs))
     return name in ELEMENTWISE
 
 
-def _single(drifts: Any, inner: Any, values: Any) -> bool:
+def _single(drifts: Sequence[Name], inner: list[Op], values: dict[Any, Any]) -> bool:
     """Whether all numbers are float32: the drifts, and what comes from outside."""
-    given = [v for e in inner for v in e.invars if not isinstance(v, Literal) and v in values]
-    return all(var.aval.dtype == jnp.float32 for var in (*drifts, *given))
+    given = [one for op in inner for one in op.ins if isinstance(one, Name) and one in values]
+    return all(one.aval.dtype == jnp.float32 for one in (*drifts, *given))
 
 
-def _groups(together: list[list[Any]], jaxpr: Any) -> dict[Any, Any]:
-    """By variable: the first of those that it is connected with."""
-    found = {var: var for var in (*jaxpr.constvars, *jaxpr.invars)}
+def _groups(inner: list[Op], wide: set[Any]) -> dict[Name, Name]:
+    """By name of an array: the first of those that it is connected with."""
+    found: dict[Name, Name] = {}
 
-    def root(var: Any) -> Any:
-        while found.setdefault(var, var) is not var:
-            var = found[var]
-        return var
+    def root(name: Name) -> Name:
+        while found.setdefault(name, name) is not name:
+            name = found[name]
+        return name
 
-    for some in together:
-        for var in some:
-            found[root(var)] = root(some[0])
-    return {var: root(var) for var in list(found)}
-
-
-def _outside(closed: ClosedJaxpr, eqns: list[Any]) -> dict[Any, Any]:
-    """What comes from outside or is computed once for all, by variable."""
-    jaxpr = closed.jaxpr
-    made = [*jaxpr.constvars, *[v for e in eqns for v in e.outvars if not isinstance(v, DropVar)]]
-    once = ClosedJaxpr(jaxpr.replace(eqns=eqns, invars=[], outvars=made), closed.consts)
-    return dict(zip(made, jaxpr_as_fun(once)(), strict=True))
+    for op in inner:
+        first, *others = [one for one in (*op.ins, *op.outs) if one.aval.shape in wide]
+        root(first)
+        for one in others:
+            found[root(one)] = root(first)
+    return {name: root(name) for name in list(found)}
 
 
-def _rule(drift: Any, root: Any, inner: list[Any], groups: Any, jaxpr: Any) -> Rule:
-    eqns = tuple(e for e in inner if groups[e.outvars[0]] is root)
-    used = dict.fromkeys(v for e in eqns for v in e.invars if not isinstance(v, Literal))
-    made = {var for eqn in eqns for var in eqn.outvars}
-    fields = tuple(v for v in used if v in jaxpr.constvars and v.aval.shape == drift.aval.shape)
-    scalars = tuple(v for v in used if v not in made and v is not drift and v not in fields)
-    own = lambda var: var in made or var is drift
-    results = tuple(dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal) and own(v)))  # fmt: skip
-    return Rule(drift, fields, scalars, results, eqns)
+def _outside(outer: list[Op], known: dict[Any, Any]) -> dict[Any, Any]:
+    """What comes from outside or is computed once for all, by name."""
+    known = dict(known)
+    for op in outer:
+        made = op.eqn.primitive.bind(*[_read(known, one) for one in op.ins], **op.eqn.params)
+        known.update(zip(op.outs, made if op.eqn.primitive.multiple_results else [made], strict=True))  # fmt: skip
+    return known
 
 
-def _run(eqns: Sequence[Any], known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
+def _rule(drift: Name, ops: list[Op], outs: list[Any]) -> Rule:
+    made = {drift, *[one for op in ops for one in op.outs]}
+    used = dict.fromkeys(one for op in ops for one in op.ins if isinstance(one, Name))
+    given = [one for one in used if one not in made]
+    fields = tuple(one for one in given if one.aval.shape == drift.aval.shape)
+    scalars = tuple(one for one in given if one.aval.shape != drift.aval.shape)
+    results = tuple(dict.fromkeys(one for one in outs if isinstance(one, Name) and one in made))
+    return Rule(drift, fields, scalars, results, tuple(ops))
+
+
+def _run(ops: Sequence[Op], known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
     """Each operation on whatever shapes come, which go together."""
     known = dict(known)
-    read = lambda var: var.val if isinstance(var, Literal) else known[var]
-    for eqn in eqns:
-        values, name = [read(var) for var in eqn.invars], eqn.primitive.name
-        if name in CALLS:
-            inner = eqn.params[CALLS[name]]
-            plain = getattr(inner, "jaxpr", inner)
-            results = _run(plain.eqns, dict(zip(plain.invars, values, strict=True)), plain.outvars)
-        elif name in SAME:
-            results = values
-        else:
-            results = [_bound(eqn, values)]
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [read(var) for var in wanted]
+    for op in ops:
+        values = [_read(known, one) for one in op.ins]
+        same = op.eqn.primitive.name in SAME
+        known[op.outs[0]] = values[0] if same else _bound(op, values)
+    return [_read(known, one) for one in wanted]
 
 
-def _bound(eqn: Any, values: list[Any]) -> Array:
-    arrays = [jnp.asarray(v, var.aval.dtype) for v, var in zip(values, eqn.invars, strict=True)]
+def _read(known: dict[Any, Any], one: Any) -> Any:
+    return one.val if isinstance(one, Literal) else known[one]
+
+
+def _bound(op: Op, values: list[Any]) -> Array:
+    arrays = [jnp.asarray(v, one.aval.dtype) for v, one in zip(values, op.ins, strict=True)]
     shape = jnp.broadcast_shapes(*[a.shape for a in arrays])
-    return eqn.primitive.bind(*[jnp.broadcast_to(a, shape) for a in arrays], **eqn.params)
+    return op.eqn.primitive.bind(*[jnp.broadcast_to(a, shape) for a in arrays], **op.eqn.params)

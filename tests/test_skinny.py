@@ -1,12 +1,15 @@
 """Few particles in many dimensions: fused kernels (interpreted) and plain path against NumPy in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import particlax as px
-from particlax import direct, gpu, pairwise, skinny, tensor
+from particlax import direct, gpu, pairwise, skinny, tensor, updates
 
 COMPILE_FAST = True
 SHAPES = [(2, 8192), (5, 8193), (16, 9000), (20, 12_345), (33, 8200), (64, 8321)]
@@ -111,6 +114,26 @@ def test_kernels_lower_for_a_gpu(num):
         except RuntimeError as error:
             pytest.skip(f"this JAX lowers for GPUs only where one is: {error}")
         assert "triton" in program.as_text()
+
+
+@pytest.mark.parametrize("optimizer", [optax.rmsprop(0.1), optax.adamw(optax.linear_schedule(0.1, 0.0, 9))])  # fmt: skip
+def test_a_kernel_with_a_step_lowers_for_a_gpu(optimizer):
+    x = {"a": jnp.zeros((20, 10_000)), "b": jnp.zeros((20, 7))}
+    integrator = px.integrators.Optax(optimizer)
+    memory = integrator.init(x)
+    step = lambda drift: integrator.step(x, px.terms.Velocity(drift), memory, jnp.int32(0))
+    plan = updates.apart(step, x, (x, memory))
+    assert plan is not None
+    pairs = zip(plan.leaves, x.values(), strict=True)
+    leaves = [leaf.among([one, one + 1]) for leaf, one in pairs]
+    weights = jnp.zeros((20, 20))
+    given = [(leaf.arrays, list(leaf.scalars)) for leaf in leaves]
+    go = jax.jit(functools.partial(direct.move, leaves))
+    try:
+        program = go.trace(weights, given, weights, None).lower(lowering_platforms=("cuda",))
+    except RuntimeError as error:
+        pytest.skip(f"this JAX lowers for GPUs only where one is: {error}")
+    assert "triton" in program.as_text()
 
 
 def test_vmap_and_derivatives(mode):
