@@ -26,8 +26,8 @@ from experiments.study import Evaluation, Study, Table, by_seed
 
 ROLES = {"distances": ("_distance_body", "_gram_body"), "mixing": ("_mix_body",), "products": ("gemm", "dot", "cutlass", "ynn")}  # fmt: skip
 """Parts of kernels' names; matrix products are the networks' own."""
-PASSES = {"SVGD": 3, "w-SGLD": 2, "w-SGLD-B": 2, "pi-SGLD": 3}
-"""How often mixing reads or writes M D numbers."""
+PASSES = 5
+"""How often mixing, with RMSprop's step, reads or writes M D numbers: cloud, gradient and squares; cloud and squares."""
 LARGE = 5.0
 """Microseconds from which a kernel counts as large: passes over the cloud, such as the optimizer's."""
 HOLDERS = ("end: ", "Threadpool", "ThunkExecutor", "while", "call", "conditional")
@@ -119,12 +119,12 @@ def one_pass(c: Config, seed: int) -> Iterator[Evaluation]:
 
 def table(found: list[dict]) -> report.Rows:
     """By device and method: microseconds of a step by role; beside the interaction's two kernels the time of their bytes."""
-    rows = [["device", "method", "distances (memory's limit)", "mixing (memory's limit)", "products", "other passes over the cloud", "small kernels", "waiting", "launches"]]  # fmt: skip
+    rows = [["device", "method", "distances (memory's limit)", "mixing and step (memory's limit)", "products", "other passes over the cloud", "small kernels", "waiting", "launches"]]  # fmt: skip
     for entry in found:
         m = entry["metrics"]
         beside = lambda role, passes, m=m: f"{m[role]:.0f} ({passes * m['pass']:.0f})" if m[role] else "-"  # fmt: skip
         rows.append([
-            entry["device"], m["method"], beside("distances", 1), beside("mixing", PASSES.get(m["method"], 0)),
+            entry["device"], m["method"], beside("distances", 1), beside("mixing", PASSES),
             *[f"{m[role]:.0f}" for role in ("products", "passes", "small", "idle", "launches")],
         ])  # fmt: skip
     return rows

@@ -1,6 +1,6 @@
 """Every study by name, in the order of the paper."""
 
-from benchmarks import anatomy, clouds, compiling, curves, exchange, interaction, pairs
+from benchmarks import anatomy, clouds, compiling, curves, exchange, interaction, pairs, parts
 from benchmarks import logistic as steptime
 from experiments import (
     cifar,
@@ -33,6 +33,7 @@ STUDIES: dict[str, Study] = {
         steptime.STUDY,
         interaction.STUDY,
         anatomy.STUDY,
+        parts.STUDY,
         pairs.STUDY,
         compiling.STUDY,
         curves.STUDY,

@@ -193,8 +193,8 @@ class Flow(eqx.Module):
         for place, (term, old, mixing) in enumerate(todo):
             own = jax.random.fold_in(key, len(noises)) if term.noisy else None
             if mixing:
-                how, memory = mixing
-                part = Velocity(pairwise.mixed(cloud.x, _scores(cloud), how))
+                matrices, memory = mixing
+                part = Velocity(pairwise.mixed(cloud.x, _scores(cloud), matrices))
             else:
                 part, memory = term(cloud, own, old)
                 if type(term) is Drift:
