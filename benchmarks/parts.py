@@ -43,26 +43,28 @@ def needs(num: int, dim: int) -> dict[str, machine.Need]:
 
 
 def calls(particles: Any) -> dict[str, Callable[[int], Any]]:
-    """Every part as a function of the number of calls; mixing writes over the scores, as in a step."""
+    """Every part as a function of the number of calls; mixing writes over scores or cloud: fresh memory is slow."""
     num = len(jax.tree.leaves(particles)[0])
-    matrix = jnp.eye(num) + 0.1 / num
-    both, one = pairwise.Mixing(matrix, matrix), pairwise.Mixing(matrix)
+    one = pairwise.Mixing(jnp.eye(num) + 0.1 / num)
+    both = one._replace(right=0.5 * jnp.eye(num))
     distances = jax.jit(lambda x: pairwise.sqdist(x, x))
     mix = jax.jit(lambda x, v: pairwise.mixed(x, v, both), donate_argnums=1)
-    alone = jax.jit(lambda x: pairwise.mixed(x, None, one))
-    scores = jax.tree.map(jnp.zeros_like, particles)
+    alone = jax.jit(lambda x: pairwise.mixed(x, None, one), donate_argnums=0)
 
-    def mixing(count: int) -> Any:
-        nonlocal scores
-        for _ in range(count):
-            scores = mix(particles, scores)
-        return scores
+    def repeated(call: Callable[[Any], Any], now: Any) -> Callable[[int], Any]:
+        def many(count: int) -> Any:
+            nonlocal now
+            for _ in range(count):
+                now = call(now)
+            return now
 
-    many = lambda call: lambda count: [call(particles) for _ in range(count)][-1]
+        return many
+
+    copy = lambda: jax.tree.map(jnp.copy, particles)
     return {
-        "distances": many(distances),
-        "mixing with scores": mixing,
-        "mixing without scores": many(alone),
+        "distances": lambda count: [distances(particles) for _ in range(count)][-1],
+        "mixing with scores": repeated(lambda scores: mix(particles, scores), copy()),
+        "mixing without scores": repeated(alone, copy()),
     }
 
 
