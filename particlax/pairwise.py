@@ -295,7 +295,7 @@ def moved(
     """
     values, pull = values if isinstance(values, Pulled) else (values, None)
     used = (x,) if how.right is None else (x, values)
-    ready = skinny.ready(used) and sharding.here()
+    ready = skinny.ready(*used) and sharding.here()
     plan = updates.apart(step, x, old) if ready else None
     if plan is None:
         scores = values if pull is None else Pulled(values, pull)

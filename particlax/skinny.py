@@ -69,12 +69,13 @@ def mix(
     return [found.get(i, x) for i, x in enumerate(xs)]
 
 
-def ready(cloud: PyTree) -> bool:
-    """Whether `move` is for this cloud, or for a cloud and its scores: on a GPU. Elsewhere XLA would copy what is written over."""
-    leaves = jax.tree.leaves(cloud)
+def ready(x: PyTree, values: PyTree = None) -> bool:
+    """Whether `move` is for this cloud: on a GPU. Elsewhere XLA would copy what is written over."""
+    leaves = jax.tree.leaves(x)
     size = sum(leaf.size // len(leaf) for leaf in leaves)
     fits = len(leaves[0]) <= direct.MOST and size >= LEAST
-    return gpu.possible() and fits and all(leaf.dtype == jnp.float32 for leaf in leaves)
+    single = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((x, values)))
+    return gpu.possible() and fits and single
 
 
 def move(

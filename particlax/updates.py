@@ -171,9 +171,11 @@ def _alone(op: Op) -> bool:
 
 
 def _single(drifts: Sequence[Name], inner: list[Op], values: dict[Any, Any]) -> bool:
-    """Whether all numbers are float32: the drifts, and what comes from outside."""
+    """Whether all numbers are float32; what is compared on the way may be true or false."""
     given = [one for op in inner for one in op.ins if isinstance(one, Name) and one in values]
-    return all(one.aval.dtype == jnp.float32 for one in (*drifts, *given))
+    seen = [one for op in inner for one in (*op.ins, *op.outs)]
+    known = all(one.aval.dtype in (jnp.float32, jnp.bool_) for one in seen)
+    return known and all(one.aval.dtype == jnp.float32 for one in (*drifts, *given))
 
 
 def _groups(inner: list[Op], wide: set[Any]) -> dict[Name, Name]:
