@@ -7,6 +7,7 @@ from experiments import (
     cifar_time,
     crash,
     few,
+    fuzz,
     language,
     logistic,
     mnist,
@@ -43,6 +44,7 @@ STUDIES: dict[str, Study] = {
         few.KERNELS,
         uci.STUDY,
         crash.STUDY,
+        fuzz.STUDY,
         soak.STUDY,
     )
 }
