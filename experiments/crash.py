@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,10 @@ def work(c: Config, seed: int) -> Iterator[Evaluation]:
     with tempfile.TemporaryDirectory() as scratch:
         killed, calm = Path(scratch) / "killed", Path(scratch) / "calm"
         dice = random.Random(seed)
-        _start(c, seed, calm).communicate()  # first: it leaves its compiled programs to the others
+        launch(c, seed, calm).communicate()  # first: it leaves its compiled programs to the others
         found = [_kill(c, seed, killed, dice, place % 2 == 1) for place in range(c.kills)]
-        _start(c, seed, killed).communicate()
-        equal = _digest(killed) == _digest(calm)
+        launch(c, seed, killed).communicate()
+        equal = digest(killed) == digest(calm)
     metrics = {
         "kills": sum(one["killed"] for one in found),
         "while_writing": sum(one["killed"] and one["writing"] for one in found),
@@ -87,19 +87,26 @@ def work(c: Config, seed: int) -> Iterator[Evaluation]:
     yield Evaluation(metrics, time.perf_counter() - began)
 
 
-def _start(c: Config, seed: int, folder: Path, pause: float = 0.0) -> subprocess.Popen:
+def kept(folder: Path) -> dict[str, str]:
+    """Environment in which compiled programs are kept beside a folder, and found there."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def launch(
+    c: Config, seed: int, folder: Path, pause: float = 0.0, *, env: Mapping[str, str] | None = None
+) -> subprocess.Popen:
+    """Start the run in a process of its own, or go on with it."""
     settings = {
         "config": dataclasses.asdict(c), "seed": seed, "folder": str(folder), "pause": pause
     }  # fmt: skip
     command = [sys.executable, "-m", "experiments.crash", json.dumps(settings)]
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     return subprocess.Popen(
         command,
         cwd=records.ROOT,
-        env={**os.environ, **cache},
+        env={**os.environ, **(kept(folder) if env is None else env)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -108,7 +115,7 @@ def _start(c: Config, seed: int, folder: Path, pause: float = 0.0) -> subprocess
 
 def _kill(c: Config, seed: int, folder: Path, dice: random.Random, writing: bool) -> dict[str, Any]:
     """Let the run go on, and kill it: soon after it steps, or while it writes a checkpoint."""
-    process = _start(c, seed, folder, PAUSE)
+    process = launch(c, seed, folder, PAUSE)
     assert process.stdout is not None
     first = process.stdout.readline()  # it has come to its first chunk
     time.sleep(dice.uniform(0.0, 0.6))
@@ -137,7 +144,7 @@ def _good(folder: Path, step: int) -> bool:
         return False
 
 
-def _digest(folder: Path) -> tuple[int, str]:
+def digest(folder: Path) -> tuple[int, str]:
     """The step and a sum over every array of the last state."""
     last = px.checkpoints.load(folder)
     whole = hashlib.sha256()

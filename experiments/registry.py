@@ -12,6 +12,7 @@ from experiments import (
     logistic,
     mnist,
     reference,
+    repeat,
     sensitivity,
     soak,
     toy,
@@ -44,6 +45,7 @@ STUDIES: dict[str, Study] = {
         few.KERNELS,
         uci.STUDY,
         crash.STUDY,
+        repeat.STUDY,
         fuzz.STUDY,
         soak.STUDY,
     )

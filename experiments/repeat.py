@@ -1,0 +1,120 @@
+"""The same run in several processes, and one that is stopped halfway and goes on in another: are the particles the same, bit for bit?
+
+python -m experiments run repeat
+python -m experiments run repeat --particles=20 --width=400       # for a GPU
+
+On a GPU XLA times several programs for one computation and takes the fastest, so two processes can come to different ones, with other
+roundings. The rows are ways to have the same program.
+"""
+
+import dataclasses
+import functools
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from experiments import crash, report
+from experiments.config import ConfigError
+from experiments.study import Evaluation, Run, Study, Table
+
+WAYS: dict[str, tuple[str, Callable[[Path], dict[str, str]]]] = {
+    "nothing": ("nothing", lambda folder: {}),
+    "kept": ("JAX_COMPILATION_CACHE_DIR", crash.kept),
+    "deterministic": (
+        "--xla_gpu_deterministic_ops=true",
+        lambda folder: {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"},
+    ),
+    "untuned": (
+        "--xla_gpu_autotune_level=0",
+        lambda folder: {"XLA_FLAGS": "--xla_gpu_autotune_level=0"},
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of the repetitions."""
+
+    steps: int = 400
+    every: int = 50
+    particles: int = 4
+    inputs: int = 784
+    width: int = 100
+    rows: int = 2000
+    batch: int = 50
+    again: int = 2  # times that the whole run is repeated
+    ways: str = ""  # some of them, separated by semicolons
+    seeds: int = 1
+
+
+def work(c: Config, way: str, seed: int) -> Iterator[Evaluation]:
+    """The run, its repetitions, and the one in two halves."""
+    began = time.perf_counter()
+    names = ("steps", "every", "particles", "inputs", "width", "rows", "batch")
+    whole = crash.Config(**{name: getattr(c, name) for name in names})
+    half = dataclasses.replace(whole, steps=c.steps // 2)
+    with tempfile.TemporaryDirectory() as scratch:
+        places = [Path(scratch) / f"run{place}" for place in range(c.again + 2)]
+        env = WAYS[way][1](places[0])
+        start = lambda settings, place: crash.launch(settings, seed, place, env=env)
+        start(whole, places[0]).communicate()  # alone: it leaves its programs to the others
+        children = [start(whole, place) for place in places[1:-1]]
+        children.append(start(half, places[-1]))
+        for child in children:
+            child.communicate()
+        start(whole, places[-1]).communicate()
+        sums = [crash.digest(place) for place in places]
+    assert all(step == c.steps for step, _ in sums), sums
+    same = [one == sums[0] for one in sums[1:]]
+    metrics = {"runs": c.again, "same": sum(same[:-1]), "resumed_same": same[-1]}
+    yield Evaluation(metrics, time.perf_counter() - began)
+
+
+def runs(c: Config) -> Iterator[Run]:
+    """Every way with every seed."""
+    wanted = [name.strip() for name in c.ways.split(";") if name.strip()] or list(WAYS)
+    if unknown := [name for name in wanted if name not in WAYS]:
+        raise ConfigError(f"--ways: no way {unknown[0]!r}; the ways are: {'; '.join(WAYS)}")
+    settings = {k: v for k, v in dataclasses.asdict(c).items() if k not in ("ways", "seeds")}
+    for seed in range(c.seeds):
+        for way in wanted:
+            yield Run({"way": way, **settings}, seed, functools.partial(work, c, way, seed))
+
+
+def table(found: list[dict]) -> report.Rows:
+    """One row for each device, size and way."""
+    rows = [["device", "networks", "in the environment", "other processes with the same bits", "stopped halfway and resumed: the same bits"]]  # fmt: skip
+    for entry in found:
+        seen, c = entry["metrics"], entry["config"]
+        rows.append(
+            [
+                entry["device"],
+                f"{c['particles']} x {c['inputs']}-{c['width']}-10, {c['steps']} steps",
+                WAYS[c["way"]][0],
+                f"{seen['same']:.0f} of {seen['runs']:.0f}",
+                "yes" if seen["resumed_same"] else "no",
+            ]
+        )
+    return rows
+
+
+STUDY = Study(
+    name="repeat",
+    title="The same run in several processes",
+    paper="",
+    takes="2 minutes",
+    config=Config,
+    runs=runs,
+    tables={"repeat": Table("The same run in several processes, bit for bit", table)},
+    smoke={
+        "ways": "nothing",
+        "steps": 20,
+        "every": 5,
+        "again": 1,
+        "inputs": 5,
+        "width": 4,
+        "rows": 50,
+        "batch": 10,
+    },
+)
