@@ -66,7 +66,7 @@ class Config:
     data: str = "cifar10"  # or synthetic; or noise, for timing
 
 
-METHODS = ("SGD", "RMSprop", "Adam", "SGLD", "SGLD, cold", "SVGD", "w-SGLD", "w-SGLD-B", "pi-SGLD", "pi-SGLD, blob")  # fmt: skip
+METHODS = cifar_tables.METHODS
 CHOICES = {
     "schedule": ("cosine", "paper"),
     "optimizer": ("adam", "rmsprop", "sgd"),

@@ -9,7 +9,9 @@ PAPER = {
     "SGLD": (88.64, 28.52), "SGLD, cold": (88.64, 28.52), "Adam": (86.76, 23.80),
 }  # fmt: skip
 POINT = ("SGD", "RMSprop", "Adam")
+METHODS = (*POINT, "SGLD", "SGLD, cold", "SVGD", "w-SGLD", "w-SGLD-B", "pi-SGLD", "pi-SGLD, blob")
 VARIED = ("optimizer", "prior", "dropout", "schedule", "activation", "particles")
+SCORES = ("single_accuracy", "single_sd", "nll", "brier", "ece", "train_nll")
 COLUMNS = [
     "method", "epochs", "seeds", "paper, accuracy % (training loss)", "mixture, accuracy %", "single networks, accuracy %", "NLL", "Brier", "ECE",
     "training NLL, single",
@@ -17,14 +19,16 @@ COLUMNS = [
 
 
 def groups(found: list[dict]) -> dict[tuple[str, int], list[dict]]:
-    """The records by method and number of epochs, methods in their first order."""
+    """The records by method and number of epochs: short runs first, and variants after all that have the usual settings."""
     usual = {key: most([repr(entry["config"].get(key)) for entry in found]) for key in VARIED}
     by: dict[tuple[str, int], list[dict]] = {}
+    place: dict[tuple[str, int], tuple] = {}
     for entry in found:
-        by.setdefault((label(entry["config"], usual), entry["config"]["epochs"]), []).append(entry)
-    methods = list(dict.fromkeys(method for method, _ in by))
-    order = sorted(by, key=lambda both: (methods.index(both[0]), both[1]))
-    return {both: by[both] for both in order}
+        config = entry["config"]
+        both = label(config, usual), config["epochs"]
+        by.setdefault(both, []).append(entry)
+        place[both] = (both[1], both[0] != config["method"], METHODS.index(config["method"]))
+    return {both: by[both] for both in sorted(by, key=lambda both: place[both])}
 
 
 def most(values: list[str]) -> str:
@@ -53,7 +57,7 @@ def table(found: list[dict]) -> report.Rows:
     last = [entry for entry in found if entry["evaluation"][0] == entry["evaluation"][1]]
     for (method, number), here in groups(last).items():
         seen = [entry["metrics"] for entry in here]
-        mean = {key: float(np.mean([m[key] for m in seen])) for key in seen[0]}
+        mean = {key: float(np.mean([m[key] for m in seen])) for key in SCORES}
         what = " (ensemble)" if method in POINT else ""
         rows.append([
             method, f"{number}", f"{len(here)}", paper(method), f"{spread([m['accuracy'] for m in seen])}{what}",

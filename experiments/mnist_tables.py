@@ -1,5 +1,7 @@
 """The table of the MNIST study, from its records."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from experiments import report
@@ -21,10 +23,7 @@ def table(found: list[dict], width: int) -> report.Rows:
     last = [r for r in found if r["evaluation"][0] == r["evaluation"][1]]
     tested = [r for r in last if r["config"]["data"] != "validation"]
     here = [r for r in tested if r["config"]["width"] == width]
-    for method in METHODS:
-        seen = [r["metrics"] for r in here if r["config"]["method"] == method]
-        if not seen:
-            continue
+    for method, label, seen in _rows(here):
         mean = {key: np.mean([m[key] for m in seen]) for key in SCORES}
         spread = f" ±{np.std([m['error'] for m in seen]):.2f}" if len(seen) > 1 else ""
         kept = [m["snapshots_error"] for m in seen if "snapshots_error" in m]
@@ -32,7 +31,7 @@ def table(found: list[dict], width: int) -> report.Rows:
         single = " (single)" if method in POINT else ""
         what = " (ensemble)" if method in POINT else ""
         rows.append([
-            method, str(len(seen)), "-" if paper is None else f"{paper:.2f}{single}",
+            label, str(len(seen)), "-" if paper is None else f"{paper:.2f}{single}",
             f"{mean['error']:.2f}{spread}{what}", f"{np.mean(kept):.2f} ({len(kept)} seed{'s' * (len(kept) > 1)})" if kept else "-",
             f"{mean['single_error']:.2f} ±{mean['single_sd']:.2f}", f"{mean['nll']:.4f}",
             f"{mean['ece']:.4f}", f"{mean['auroc']:.4f}",
@@ -40,3 +39,16 @@ def table(found: list[dict], width: int) -> report.Rows:
     if all(row[4] == "-" for row in rows[1:]):  # older records have no snapshots
         return [row[:4] + row[5:] for row in rows]
     return rows
+
+
+def _rows(here: list[dict]) -> Iterator[tuple[str, str, list[dict]]]:
+    """Method, what to call it, metrics. SGLD with several steps has a row for each."""
+    for method in METHODS:
+        mine = [r for r in here if r["config"]["method"] == method]
+        steps = sorted({r["config"]["sgld"] for r in mine}) if method == "SGLD" else []
+        if len(steps) < 2:
+            if mine:
+                yield method, method, [r["metrics"] for r in mine]
+            continue
+        for step in steps:
+            yield method, f"{method}, step {step:g}", [r["metrics"] for r in mine if r["config"]["sgld"] == step]  # fmt: skip
