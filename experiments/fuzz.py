@@ -75,5 +75,5 @@ STUDY = Study(
     config=Config,
     runs=by_seed(work),
     tables={"fuzz": Table("Random runs and what they ended in", table)},
-    smoke={"cases": 30},
+    smoke={"cases": 20},
 )

@@ -78,7 +78,7 @@ def _middle(places: list[int], add: Any, xs: Blocks) -> tuple[Array, Array]:
         r2 = _few_sqdist(add, xs) if add else _sqdist(xs, xs)
         # The barrier keeps one rounding of the distances for all passes.
         half = lax.optimization_barrier(r2.ravel()[selection.upper(num)])
-        found = (selection.bisected if _on_cpu() else selection.by_sort)(half, place)
+        found = (selection.narrowed if _on_cpu() else selection.by_sort)(half, place)
     else:
         look = circle.look(xs[0]) if cheap else _look_in_strips(xs)
         found = selection.adjacent(look, pairs, place, _some_sqdist(xs, pairs))

@@ -1,4 +1,12 @@
-"""Runtime shape checks on the whole package, strict numerics, float64 on request."""
+"""Runtime shape checks on the whole package, strict numerics, float64 on request; compiled programs are kept.
+
+Most of the time of the tests is compilation. Programs are found again by both workers, by processes that tests start, and the next time:
+in build/jax, unless JAX_COMPILATION_CACHE_DIR names another place. It is begun anew when it has grown too large.
+"""
+
+import os
+import shutil
+from pathlib import Path
 
 import jax
 import pytest
@@ -6,6 +14,23 @@ from jaxtyping import install_import_hook
 
 with install_import_hook("particlax", "beartype.beartype"):
     import particlax  # noqa: F401
+
+FOLDER, MOST = Path(__file__).parent.parent / "build" / "jax", 2**30
+KEPT = {
+    "jax_compilation_cache_dir": str(FOLDER),
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    for name, value in KEPT.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for processes that tests start
+
+
+def pytest_configure(config):
+    first = not hasattr(config, "workerinput")  # before there are workers
+    if first and FOLDER.exists() and sum(f.stat().st_size for f in FOLDER.iterdir()) > MOST:
+        shutil.rmtree(FOLDER)
 
 
 @pytest.fixture

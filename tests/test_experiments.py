@@ -32,6 +32,7 @@ def sandbox(tmp_path, monkeypatch):
     """A place of its own for records, figures and reports."""
     monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as COMPILE_FAST, in other processes
     return tmp_path
 
 

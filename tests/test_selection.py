@@ -56,13 +56,33 @@ def test_adjacent_numbers_by_rank(x64, name, kind):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_short_ways_agree(name):
-    numbers = CASES[name].astype(np.float32)
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_the_short_ways_agree(x64, name, kind):
+    numbers = CASES[name].astype(kind)
     ordered = np.sort(numbers)
-    for place in (0, len(numbers) // 2 - 1):
+    for place in {0, len(numbers) // 2 - 1, len(numbers) - 2}:
         wanted = [ordered[place], ordered[place + 1]]
-        for way in (selection.bisected, selection.by_sort):
-            assert [float(n) for n in way(jnp.asarray(numbers), place)] == wanted
+        for way in (selection.narrowed, selection.by_sort):
+            found = jax.jit(way, static_argnums=1)(jnp.asarray(numbers), place)
+            assert [n.dtype for n in found] == [kind] * 2
+            assert [float(n) for n in found] == wanted
+
+
+def test_narrowing_many_at_once():
+    """Under vmap, where each takes another number of passes."""
+    numbers = np.stack([np.resize(some, 500) for some in CASES.values()]).astype(np.float32)
+    found = jax.jit(jax.vmap(lambda some: selection.narrowed(some, 249)))(jnp.asarray(numbers))
+    np.testing.assert_array_equal(np.stack(found, 1), np.sort(numbers, 1)[:, 249:251])
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, -0.0])
+def test_narrowing_ends_whatever_the_numbers_are(bad):
+    numbers = np.where(np.arange(200) % 3 == 0, bad, CASES["smooth"][:200]).astype(np.float32)
+    narrowed = jax.jit(selection.narrowed, static_argnums=1)
+    found = [float(n) for n in narrowed(jnp.asarray(numbers), 40)]
+    finite = np.abs(numbers[np.isfinite(numbers)])  # NaN are the last
+    assert found == np.sort(finite)[40:42].tolist()
+    assert all(np.isnan(n) for n in narrowed(jnp.full(9, bad), 4)) == np.isnan(bad)
 
 
 def test_some_ten_passes_for_a_cloud():
