@@ -11,6 +11,8 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from particlax.checks import Part, refuse_not_finite
 from particlax.errors import DataError
+from particlax.noise import bits as random_bits
+from particlax.noise import fold_in
 
 __all__ = ["Minibatches"]
 
@@ -69,7 +71,7 @@ def batch_rows(
     """The row numbers of the batch of `step`, among `num_data` rows that each epoch shuffles anew."""
     epoch, place = jnp.divmod(step, num_data // batch_size)
     position = place * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
-    return permuted(jax.random.fold_in(key, epoch), position, num_data)
+    return permuted(fold_in(key, epoch), position, num_data)
 
 
 def transformed(transform: Any, key: Key[Array, ""], step: Int[Array, ""], batch: PyTree) -> PyTree:
@@ -77,7 +79,7 @@ def transformed(transform: Any, key: Key[Array, ""], step: Int[Array, ""], batch
     if transform is None:
         return batch
     # Epochs fold their number into the key; transforms have the stream of an epoch never reached.
-    own = jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), step)
+    own = fold_in(fold_in(key, 2**31 - 1), step)
     return transform(own, batch)
 
 
@@ -120,16 +122,24 @@ def permuted(key: Key[Array, ""], position: Int[Array, " n"], num: int) -> Int[A
     if num <= SMALL:
         return jax.random.permutation(key, num)[position].astype(jnp.int32)
     rounds = 2 * num.bit_length() + 8
-    bits = jax.random.bits(key, (2, rounds), jnp.uint32)
+    bits = random_bits(key, (2, rounds))
     pairings, coins, count = bits[0] % jnp.uint32(num), bits[1], jnp.uint32(num)
+
+    def shuffled(value: Array) -> Array:
+        for i in range(rounds):
+            other = pairings[i] - value  # below zero it wraps, and adding num mends it
+            other = jnp.where(pairings[i] < value, other + count, other)
+            swap = _mix(jnp.maximum(value, other) ^ coins[i]) >> 31 == 1
+            value = jnp.where(swap, other, value)
+        return value
+
+    # The compiler must not compute all rounds again wherever a row number is used. For a CPU it forgets barriers too early, but does not
+    # look into a branch (which is always taken).
     value = position.astype(jnp.uint32)
-    for i in range(rounds):
-        other = pairings[i] - value  # below zero it wraps, and adding num mends it
-        other = jnp.where(pairings[i] < value, other + count, other)
-        swap = _mix(jnp.maximum(value, other) ^ coins[i]) >> 31 == 1
-        value = jnp.where(swap, other, value)
-    # The barrier keeps the compiler from computing all rounds again wherever a row number is used.
-    return jax.lax.optimization_barrier(value.astype(jnp.int32))
+    if jax.default_backend() == "cpu":
+        value = jax.lax.cond(pairings[0] < count, shuffled, lambda value: value, value)
+        return value.astype(jnp.int32)
+    return jax.lax.optimization_barrier(shuffled(value).astype(jnp.int32))
 
 
 def _mix(value: Array) -> Array:

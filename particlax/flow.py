@@ -18,6 +18,7 @@ from particlax.errors import OptionError, ParticleError, expect, known_options
 from particlax.integrators import Integrator
 from particlax.kernels import LayerWise
 from particlax.metrics import Identity, Metric
+from particlax.noise import fold_in
 from particlax.particles import as_cloud, check_parts, join, num_particles
 from particlax.target import Evaluated, Target
 from particlax.terms import Cloud, Drift, Frame, Term, Velocity, add
@@ -139,9 +140,9 @@ class Flow(eqx.Module):
     def step(self, key: Key[Array, ""], state: State, batch: PyTree = None) -> tuple[State, Info]:
         """One step: pure, and fit for `jax.jit`, `lax.scan` and `vmap` over keys and states."""
         particles = state.particles
-        now = jax.random.fold_in(key, state.step)
+        now = fold_in(key, state.step)
         # Noisy terms fold their place into this key; the target has the stream of a place never reached.
-        own = jax.random.fold_in(now, 2**31 - 1)
+        own = fold_in(now, 2**31 - 1)
         common = None if state.shared is None else state.shared.values
         seen = self.target.evaluate(particles, batch, state.carried, own, common)
         frame = self.metric.frame(particles)
@@ -191,7 +192,7 @@ class Flow(eqx.Module):
         mixings = self._mixings(cloud, state)
         todo = zip(self.terms, state.terms, mixings, strict=True)
         for place, (term, old, mixing) in enumerate(todo):
-            own = jax.random.fold_in(key, len(noises)) if term.noisy else None
+            own = fold_in(key, len(noises)) if term.noisy else None
             if mixing:
                 matrices, memory = mixing
                 part = Velocity(pairwise.mixed(cloud.x, _scores(cloud), matrices))

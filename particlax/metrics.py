@@ -116,7 +116,7 @@ class _Whitened(Frame):
         num = len(z)
 
         def strip(z: Array, rows: Array) -> Array:
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+            keys = jax.vmap(noise.fold_in, (None, 0))(key, rows)
             normals = jax.vmap(lambda k: noise.normal(k, (num,), z.dtype))(keys)
             return matmul(normals, z) / math.sqrt(num)
 

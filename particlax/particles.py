@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax.errors import OptionError, ParticleError
+from particlax.noise import fold_in
 
 __all__ = [
     "all_equal",
@@ -230,8 +231,5 @@ def random_like(
 ) -> PyTree:
     """Independent `draw(key, shape, dtype) * scale` for every leaf, each from its own key."""
     leaves, structure = jax.tree.flatten(tree)
-    drawn = [
-        scale * draw(jax.random.fold_in(key, i), leaf.shape, leaf.dtype)
-        for i, leaf in enumerate(leaves)
-    ]
+    drawn = [scale * draw(fold_in(key, i), leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(structure, drawn)

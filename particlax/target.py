@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from particlax import sharding
 from particlax.blocks import wide
 from particlax.errors import DataError, OptionError, TargetError, known_options
+from particlax.noise import fold_in
 from particlax.pairwise import Pulled
 from particlax.particles import join, num_particles
 from particlax.priors import GaussianPrior
@@ -189,7 +190,7 @@ class Target(eqx.Module):
         place = jnp.arange(num_particles(particles))
 
         def some(particles: PyTree, carried: PyTree, place: Array) -> Any:
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, place)
+            keys = jax.vmap(fold_in, (None, 0))(key, place)
             return jax.vmap(self._sloped, (0, None, 0, 0))(particles, batch, carried, keys)
 
         values, carried, slopes = sharding.by_rows(some, particles, carried, place)

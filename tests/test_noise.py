@@ -39,6 +39,22 @@ def test_bits_are_exactly_jax_s(x64):
         np.testing.assert_array_equal(found, jax.random.bits(key, (3, 40), f"uint{width}"))
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_keys_and_bits_are_exactly_jax_s(impl, compiled):
+    key = jax.random.key(2**31 + 7, impl=impl)
+    make = jax.jit if compiled else lambda f: f
+    for data in (0, 1, 2**31 - 1, np.int32(-5), jnp.uint32(2**32 - 1)):
+        found, expected = make(noise.fold_in)(key, data), jax.random.fold_in(key, data)
+        assert found.dtype == expected.dtype and found.shape == ()
+        words = [jax.random.key_data(some) for some in (found, expected)]
+        np.testing.assert_array_equal(*words)
+    found = make(lambda key: noise.bits(key, (2, 46)))(key)
+    np.testing.assert_array_equal(found, jax.random.bits(key, (2, 46), jnp.uint32))
+    with jax.threefry_partitionable(False):
+        np.testing.assert_array_equal(noise.bits(key, (3,)), jax.random.bits(key, (3,), jnp.uint32))
+
+
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_other_generators_stay_as_they_are(impl):
     key = jax.random.key(0, impl=impl)
