@@ -56,7 +56,7 @@ def fold_in(key: Key[Array, ""], data: Any) -> Key[Array, ""]:
     if not _threefry_key(key):
         return jax.random.fold_in(key, data)
     first, second = jax.random.key_data(key)
-    words = _threefry(first, second, jnp.asarray(data).astype(jnp.uint32))
+    words = _hashed(first, second, jnp.asarray(data).astype(jnp.uint32))
     return jax.random.wrap_key_data(jnp.stack(words), impl=jax.random.key_impl(key))
 
 
@@ -105,3 +105,6 @@ def _threefry(key: Array, other: Array, place: Array) -> tuple[Array, Array]:
             b = (b << turn | b >> (32 - turn)) ^ a
         a, b = a + keys[group % 3], b + keys[(group + 1) % 3] + np.uint32(group)
     return a, b
+
+
+_hashed = jax.jit(_threefry)  # traced once: it is long
