@@ -9,6 +9,8 @@ import pytest
 
 import particlax as px
 
+COMPILE_FAST = True
+
 Blob, Langevin, Transport = px.diffusions.Blob, px.diffusions.Langevin, px.diffusions.Transport
 Euler = px.integrators.Euler
 

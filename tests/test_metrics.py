@@ -10,6 +10,8 @@ from particlax.errors import OptionError, ParticleError
 
 from . import references as ref
 
+COMPILE_FAST = True
+
 METRICS = {"Diagonal": px.metrics.Diagonal(), "Ensemble": px.metrics.Ensemble()}
 LAYOUTS = [(3, "array"), (3, "tree"), (12, "array"), (12, "tree")]
 

@@ -23,6 +23,8 @@ from particlax.moves import (
 
 from . import references as ref
 
+COMPILE_FAST = True
+
 SMALLEST = 1e-6
 """P-values below this are beyond 5 standard errors."""
 
