@@ -86,7 +86,7 @@ def log_prior(p: dict[str, jax.Array]) -> jax.Array:
 
 @jax.custom_jvp
 def softplus(z: jax.Array) -> jax.Array:
-    """log(1 + exp(z)). JAX would differentiate it by way of its value, at three times the cost: its derivative is the sigmoid."""
+    """log(1 + exp(z)). JAX differentiates it by way of its value, which costs several times its derivative, the sigmoid."""
     return jax.nn.softplus(z)
 
 

@@ -18,16 +18,18 @@ from experiments import crash, report
 from experiments.config import ConfigError
 from experiments.study import Evaluation, Run, Study, Table
 
+ANEW = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+"""Whatever the environment says of keeping programs."""
 WAYS: dict[str, tuple[str, Callable[[Path], dict[str, str]]]] = {
-    "nothing": ("nothing", lambda folder: {}),
+    "nothing": ("nothing", lambda folder: ANEW),
     "kept": ("JAX_COMPILATION_CACHE_DIR", crash.kept),
     "deterministic": (
         "--xla_gpu_deterministic_ops=true",
-        lambda folder: {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"},
+        lambda folder: ANEW | {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"},
     ),
     "untuned": (
         "--xla_gpu_autotune_level=0",
-        lambda folder: {"XLA_FLAGS": "--xla_gpu_autotune_level=0"},
+        lambda folder: ANEW | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"},
     ),
 }
 

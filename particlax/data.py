@@ -124,22 +124,15 @@ def permuted(key: Key[Array, ""], position: Int[Array, " n"], num: int) -> Int[A
     rounds = 2 * num.bit_length() + 8
     bits = random_bits(key, (2, rounds))
     pairings, coins, count = bits[0] % jnp.uint32(num), bits[1], jnp.uint32(num)
-
-    def shuffled(value: Array) -> Array:
-        for i in range(rounds):
-            other = pairings[i] - value  # below zero it wraps, and adding num mends it
-            other = jnp.where(pairings[i] < value, other + count, other)
-            swap = _mix(jnp.maximum(value, other) ^ coins[i]) >> 31 == 1
-            value = jnp.where(swap, other, value)
-        return value
-
-    # The compiler must not compute all rounds again wherever a row number is used. For a CPU it forgets barriers too early, but does not
-    # look into a branch (which is always taken).
     value = position.astype(jnp.uint32)
-    if jax.default_backend() == "cpu":
-        value = jax.lax.cond(pairings[0] < count, shuffled, lambda value: value, value)
-        return value.astype(jnp.int32)
-    return jax.lax.optimization_barrier(shuffled(value).astype(jnp.int32))
+    for i in range(rounds):
+        other = pairings[i] - value  # below zero it wraps, and adding num mends it
+        other = jnp.where(pairings[i] < value, other + count, other)
+        swap = _mix(jnp.maximum(value, other) ^ coins[i]) >> 31 == 1
+        value = jnp.where(swap, other, value)
+    # The barrier keeps the compiler from computing all rounds again wherever a row number is used. (For a CPU it is dropped before that;
+    # a branch in its place cost what it saved.)
+    return jax.lax.optimization_barrier(value.astype(jnp.int32))
 
 
 def _mix(value: Array) -> Array:

@@ -56,7 +56,7 @@ def fold_in(key: Key[Array, ""], data: Any) -> Key[Array, ""]:
     if not _threefry_key(key):
         return jax.random.fold_in(key, data)
     first, second = jax.random.key_data(key)
-    words = _hashed(first, second, jnp.asarray(data).astype(jnp.uint32))
+    words = _hashed(first, second, jnp.uint32(data))
     return jax.random.wrap_key_data(jnp.stack(words), impl=jax.random.key_impl(key))
 
 

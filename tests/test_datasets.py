@@ -728,7 +728,7 @@ def real(*names):
     """The folder with the real files, if one of `names` is there."""
     if not REAL:
         pytest.skip(f"{fetching.VARIABLE} names no folder with the real files")
-    if not any(True for name in names for _ in (Path(REAL) / name).glob("*")):
+    if not any(any((Path(REAL) / name).glob("*")) for name in names):
         pytest.skip(f"no {' or '.join(names)} in {fetching.VARIABLE}")
     return REAL
 

@@ -426,8 +426,18 @@ def test_steps_and_weights_that_are_no_numbers(target, what, value):
 
 
 def test_zero_weights_and_steps_are_fine(target):
-    for maker in (*makers(target)["weight"], *makers(target)["step_size"]):
-        maker(0.0)
+    """They move nothing (pi-SGLD without Stein's part is moved by the others)."""
+    start = jnp.arange(6.0).reshape(3, 2)
+    for what in ("weight", "step_size"):
+        for maker in makers(target)[what]:
+            made = maker(0.0)
+            if isinstance(made, px.integrators.RMS):
+                made = px.Flow(target, (px.Drift(),), made)
+            elif not isinstance(made, px.Flow):
+                made = px.Flow(target, (made,), px.integrators.Euler(0.1))
+            state, _ = made.step(jax.random.key(0), made.init(start))
+            moves = what == "weight" and len(made.terms) > 1
+            assert np.array_equal(state.particles, start) != moves
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])

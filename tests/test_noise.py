@@ -44,7 +44,7 @@ def test_bits_are_exactly_jax_s(x64):
 def test_keys_and_bits_are_exactly_jax_s(impl, compiled):
     key = jax.random.key(2**31 + 7, impl=impl)
     make = jax.jit if compiled else lambda f: f
-    for data in (0, 1, 2**31 - 1, np.int32(-5), jnp.uint32(2**32 - 1)):
+    for data in (0, 1, 2**31 - 1, jnp.int32(-5), jnp.uint32(2**32 - 1)):
         found, expected = make(noise.fold_in)(key, data), jax.random.fold_in(key, data)
         assert found.dtype == expected.dtype and found.shape == ()
         words = [jax.random.key_data(some) for some in (found, expected)]
