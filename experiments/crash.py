@@ -49,6 +49,7 @@ class Config:
     width: int = 100
     rows: int = 2000
     batch: int = 50
+    repeatable: bool = True  # for a GPU: the same program in every process
     seeds: int = 1
 
 
@@ -157,7 +158,7 @@ def worker(settings: dict[str, Any]) -> None:
     """The run that is killed. It prints the steps that it has come to."""
     c = Config(**settings["config"])
     flow, start, data, key = networks(c, settings["seed"])
-    saved = px.Checkpoints(settings["folder"], every=c.every, keep=c.keep)
+    saved = px.Checkpoints(settings["folder"], every=c.every, keep=c.keep, repeatable=c.repeatable)
 
     def tell(snapshot: Any) -> None:
         print(int(snapshot.state.step), flush=True)

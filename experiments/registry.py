@@ -1,6 +1,16 @@
 """Every study by name, in the order of the paper."""
 
-from benchmarks import anatomy, clouds, compiling, curves, exchange, interaction, pairs, parts
+from benchmarks import (
+    anatomy,
+    clouds,
+    compiling,
+    curves,
+    exchange,
+    interaction,
+    pairs,
+    parts,
+    repeating,
+)
 from benchmarks import logistic as steptime
 from experiments import (
     cifar,
@@ -46,6 +56,7 @@ STUDIES: dict[str, Study] = {
         uci.STUDY,
         crash.STUDY,
         repeat.STUDY,
+        repeating.STUDY,
         fuzz.STUDY,
         soak.STUDY,
     )

@@ -4,7 +4,7 @@ python -m experiments run repeat
 python -m experiments run repeat --particles=20 --width=400       # for a GPU
 
 On a GPU XLA times several programs for one computation and takes the fastest, so two processes can come to different ones, with other
-roundings. The rows are ways to have the same program.
+roundings. A run with checkpoints has it choose without timing, unless told otherwise.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from experiments import crash, report
 from experiments.config import ConfigError
@@ -20,17 +21,20 @@ from experiments.study import Evaluation, Run, Study, Table
 
 ANEW = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 """Whatever the environment says of keeping programs."""
-WAYS: dict[str, tuple[str, Callable[[Path], dict[str, str]]]] = {
-    "nothing": ("nothing", lambda folder: ANEW),
-    "kept": ("JAX_COMPILATION_CACHE_DIR", crash.kept),
-    "deterministic": (
-        "--xla_gpu_deterministic_ops=true",
-        lambda folder: ANEW | {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"},
-    ),
-    "untuned": (
-        "--xla_gpu_autotune_level=0",
-        lambda folder: ANEW | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"},
-    ),
+
+
+class Way(NamedTuple):
+    """How a run is compiled: in words, `repeatable` of its checkpoints, and its environment."""
+
+    words: str
+    repeatable: bool
+    env: Callable[[Path], dict[str, str]]
+
+
+WAYS = {
+    "default": Way("repeatable, the default", True, lambda folder: ANEW),
+    "tuned": Way("`repeatable=False`", False, lambda folder: ANEW),
+    "kept": Way("`repeatable=False`, JAX_COMPILATION_CACHE_DIR", False, crash.kept),
 }
 
 
@@ -54,11 +58,12 @@ def work(c: Config, way: str, seed: int) -> Iterator[Evaluation]:
     """The run, its repetitions, and the one in two halves."""
     began = time.perf_counter()
     names = ("steps", "every", "particles", "inputs", "width", "rows", "batch")
-    whole = crash.Config(**{name: getattr(c, name) for name in names})
+    settings = {name: getattr(c, name) for name in names}
+    whole = crash.Config(**settings, repeatable=WAYS[way].repeatable)
     half = dataclasses.replace(whole, steps=c.steps // 2)
     with tempfile.TemporaryDirectory() as scratch:
         places = [Path(scratch) / f"run{place}" for place in range(c.again + 2)]
-        env = WAYS[way][1](places[0])
+        env = WAYS[way].env(places[0])
         start = lambda settings, place: crash.launch(settings, seed, place, env=env)
         start(whole, places[0]).communicate()  # alone: it leaves its programs to the others
         children = [start(whole, place) for place in places[1:-1]]
@@ -86,14 +91,14 @@ def runs(c: Config) -> Iterator[Run]:
 
 def table(found: list[dict]) -> report.Rows:
     """One row for each device, size and way."""
-    rows = [["device", "networks", "in the environment", "other processes with the same bits", "stopped halfway and resumed: the same bits"]]  # fmt: skip
+    rows = [["device", "networks", "checkpoints, environment", "other processes with the same bits", "stopped halfway and resumed: the same bits"]]  # fmt: skip
     for entry in found:
         seen, c = entry["metrics"], entry["config"]
         rows.append(
             [
                 entry["device"],
                 f"{c['particles']} x {c['inputs']}-{c['width']}-10, {c['steps']} steps",
-                WAYS[c["way"]][0],
+                WAYS[c["way"]].words,
                 f"{seen['same']:.0f} of {seen['runs']:.0f}",
                 "yes" if seen["resumed_same"] else "no",
             ]
@@ -110,7 +115,7 @@ STUDY = Study(
     runs=runs,
     tables={"repeat": Table("The same run in several processes, bit for bit", table)},
     smoke={
-        "ways": "nothing",
+        "ways": "default",
         "steps": 20,
         "every": 5,
         "again": 1,

@@ -38,7 +38,8 @@ class Checkpoints(Part):
 
     `every` is a number of steps or a time ("30s", "5min", "2h"). The last `keep` are kept, and the best, if `best(snapshot)` gives a
     number, the larger the better. With `strict=False` a run goes on from checkpoints of another config or version, as long as
-    the arrays fit.
+    the arrays fit. With `repeatable=False` a GPU may run a program that is somewhat faster, but then a run that goes on in another
+    process goes on with other roundings.
 
     >>> Checkpoints("runs/one", every=100, keep=2).every
     100
@@ -49,6 +50,7 @@ class Checkpoints(Part):
     keep: int = 3
     best: Callable[[Any], Any] | None = None
     strict: bool = True
+    repeatable: bool = True
 
     def __init__(
         self,
@@ -57,6 +59,8 @@ class Checkpoints(Part):
         keep: int = 3,
         best: Callable[[Any], Any] | None = None,
         strict: bool = True,
+        *,
+        repeatable: bool = True,
     ):
         if not isinstance(folder, (str, os.PathLike)) or not str(folder):
             raise OptionError(
@@ -72,7 +76,7 @@ class Checkpoints(Part):
                 f"best is {best!r}; expected a function of a snapshot that returns a number"
             )
         self.folder, self.every, self.keep = os.fspath(folder), every, int(keep)
-        self.best, self.strict = best, bool(strict)
+        self.best, self.strict, self.repeatable = best, bool(strict), bool(repeatable)
 
 
 def seconds(text: str) -> float:

@@ -22,6 +22,9 @@ NOISE = 0.01
 """Noise on a copy that replaces a lost particle, in units of the cloud's spread."""
 ATTEMPTS = 10
 """How often particles are replaced at one and the same step before the run gives up."""
+REPEATABLE = {"xla_gpu_deterministic_ops": True}
+"""What XLA is told, so that any process compiles the same program, and the program always sums in the same order. Otherwise XLA for a
+GPU times several programs for one product and takes the fastest, and sums that many threads add to have any order."""
 TOGETHER = (5, 4, 3, 2)
 """How many steps an inner loop may have, the best first: few, since nobody is heard within it."""
 
@@ -34,6 +37,7 @@ class Fixed(NamedTuple):
     noise_key: Array
     data_key: Array
     layout: placement.Layout | None = None
+    repeatable: bool = False
 
 
 class Clock(NamedTuple):
@@ -79,7 +83,7 @@ def advance(fixed: Fixed, state: State, size: int, clock: Clock) -> Taken:
     """Take `size` steps; `NonFiniteError` where one of them fails."""
     before = copy(state)  # the chunk donates its input; from this copy a failure is replayed
     turns = jnp.int32(size // clock.together)
-    state, log_density, ok, kept = _chunk(fixed, state, turns, clock)
+    state, log_density, ok, kept = _take(fixed, state, turns, clock)
     if not bool(ok):
         raise _failure(fixed, before, size)
     return Taken(state, log_density, kept, size)
@@ -99,7 +103,7 @@ def advance_mending(
             raise
         # Replayed by the program that took the steps, so that the result does not depend on where chunks begin.
         steps = error.step - int(before.step)
-        state, log_density, _, kept = _chunk(fixed, before, jnp.int32(steps), clock)
+        state, log_density, _, kept = _take(fixed, before, jnp.int32(steps), clock)
         key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
         key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
         state, sources = _mend(key, state, error.particles)
@@ -123,8 +127,12 @@ def _one(fixed: Fixed, state: State) -> tuple[State, Array]:
     return state, info.log_density.astype(jnp.result_type(float))
 
 
-@eqx.filter_jit(donate="all-except-first")
-def _chunk(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
+def _take(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
+    program = _repeatable_chunk if fixed.repeatable else _chunk
+    return program(fixed, state, turns, clock)
+
+
+def _steps(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
     """`turns` times `together` steps; with `rows`, the clouds of steps that `thin` divides, in a buffer."""
     thin, rows, together = clock
 
@@ -145,6 +153,14 @@ def _chunk(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
     end = lax.fori_loop(0, turns, turn if together > 1 else body, carry)
     state, log_density, ok, buffer, _ = end
     return state, log_density, ok & ~jnp.any(_bad_move(state)), buffer
+
+
+_chunk = eqx.filter_jit(_steps, donate="all-except-first")
+_repeatable_chunk = eqx.filter_jit(
+    _steps,
+    donate="all-except-first",
+    compiler_options=REPEATABLE,  # pyright: ignore
+)
 
 
 def _bad_value(log_density: Array) -> Array:

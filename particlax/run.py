@@ -151,7 +151,8 @@ def run(
     team = Team() if layout is None else layout.team
     with saver, team.noticing(saver.again):
         begun = saver.begin(lambda: describe_run(flow, state, data, key), state, first + steps)
-        task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite, layout)
+        steady = saving is not None and saving.repeatable and _chooses()
+        task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite, steady, layout)  # fmt: skip
         # An observer had ended the run: without observers nobody is left who would stop it again.
         begun = begun._replace(stopped=begun.stopped and bool(watching))
         with task.source(begun, data), Bar(steps, progress, int(begun.state.step) - first) as bar:
@@ -189,6 +190,7 @@ class _Task:
     watching: list[Callable[[Snapshot], Any]]
     observe_every: int | None
     on_nonfinite: str
+    repeatable: bool
     layout: placement.Layout | None = None
     feed: Feed | None = None
     data: Any = None
@@ -271,13 +273,18 @@ class _Task:
         data = self.data
         if self.feed:
             data = self.feed.at(step)
-        fixed = Fixed(self.flow, data, self.key, self.data_key, self.layout)
+        fixed = Fixed(self.flow, data, self.key, self.data_key, self.layout, self.repeatable)
         if self.on_nonfinite == "replace":
             return advance_mending(fixed, state, size, clock, replaced)
         return advance(fixed, state, size, clock)
 
     def _shown(self, state: State, log_density: Array, seconds: float) -> Snapshot:
         return Snapshot(copy(state), log_density, self.last, seconds)
+
+
+def _chooses() -> bool:
+    """Whether XLA, unless told otherwise, compiles another program in another process."""
+    return jax.default_backend() == "gpu"
 
 
 def _waits(size: int) -> bool:

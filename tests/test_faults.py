@@ -67,6 +67,23 @@ def test_killed_again_and_again():
     assert seen.metrics["equal"]
 
 
+@pytest.mark.parametrize("on_nonfinite", ["stop", "replace"])
+def test_a_gpu_has_the_same_program_in_every_process(tmp_path, monkeypatch, on_nonfinite):
+    """If the run has checkpoints, unless they say otherwise. XLA knows what it is told: it refuses options that do not exist."""
+    used, program = [], engine._repeatable_chunk
+    noted = lambda *args: used.append(args) or program(*args)
+    monkeypatch.setattr(engine, "_repeatable_chunk", noted)
+    options = {"on_nonfinite": on_nonfinite}
+    expected = go(**options)
+    assert same(expected.state, go(checkpoint=tmp_path / "cpu", **options).state) and not used
+    monkeypatch.setattr(sys.modules["particlax.run"], "_chooses", lambda: True)
+    fast = px.Checkpoints(tmp_path / "fast", repeatable=False)
+    for others in ({}, {"checkpoint": fast}):
+        assert same(expected.state, go(**others, **options).state) and not used
+    found = go(checkpoint=tmp_path / "gpu", **options)
+    assert used and same(expected.state, found.state)
+
+
 # ------------------------------------------------------------------------------------------------- damage
 
 
