@@ -50,6 +50,7 @@ LAYERS = [
     "networks",
     "modules",
     "export",
+    "programs",
     "engine",
     "sources",
     "fingerprint",

@@ -32,6 +32,8 @@ from experiments import records, report
 from experiments.study import Evaluation, Study, Table, by_seed
 from particlax.folder import DamagedError, Folder
 
+WORDS = 30
+"""Of a row, where words are looked up."""
 PAUSE = 0.05
 """Seconds after each step of a run that is to be killed, so that it does not end before."""
 
@@ -50,6 +52,7 @@ class Config:
     rows: int = 2000
     batch: int = 50
     repeatable: bool = True  # for a GPU: the same program in every process
+    lookup: bool = False  # words that are looked up, in place of numbers
     seeds: int = 1
 
 
@@ -57,12 +60,15 @@ def networks(c: Config, seed: int) -> tuple[px.Flow, Any, px.Minibatches, Any]:
     """Flow, start, data and key of networks with one hidden layer."""
     key = jax.random.key(seed)
     keys = jax.random.split(key, 4)
-    apply = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]
+    lookup = c.lookup  # all that `apply` has of the settings
+    apply = lambda p, x: jnp.tanh(jnp.sum(p["a"][x], 1) if lookup else x @ p["a"]) @ p["b"]
     flow = px.svgd(px.networks.classifier(apply, num_data=c.rows), optimizer=optax.adam(1e-3))
     shapes = {"a": (c.particles, c.inputs, c.width), "b": (c.particles, c.width, 10)}
     pairs = zip(shapes.items(), keys, strict=False)
     start = {name: jax.random.normal(k, shape) / shape[1] ** 0.5 for (name, shape), k in pairs}
     x = jax.random.normal(keys[2], (c.rows, c.inputs))
+    if c.lookup:
+        x = jax.random.randint(keys[2], (c.rows, WORDS), 0, c.inputs)
     labels = jax.random.randint(keys[3], (c.rows,), 0, 10)
     return flow, start, px.Minibatches({"x": x, "y": labels}, c.batch), key
 

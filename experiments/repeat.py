@@ -2,6 +2,7 @@
 
 python -m experiments run repeat
 python -m experiments run repeat --particles=20 --width=400       # for a GPU
+python -m experiments run repeat --particles=20 --width=400 --lookup=true
 
 On a GPU XLA times several programs for one computation and takes the fastest, so two processes can come to different ones, with other
 roundings. A run with checkpoints has it choose without timing, unless told otherwise.
@@ -31,10 +32,22 @@ class Way(NamedTuple):
     env: Callable[[Path], dict[str, str]]
 
 
+def _told(flag: str) -> Callable[[Path], dict[str, str]]:
+    return lambda folder: ANEW | {"XLA_FLAGS": f"--xla_gpu_{flag}"}
+
+
 WAYS = {
     "default": Way("repeatable, the default", True, lambda folder: ANEW),
     "tuned": Way("`repeatable=False`", False, lambda folder: ANEW),
     "kept": Way("`repeatable=False`, JAX_COMPILATION_CACHE_DIR", False, crash.kept),
+    "untuned": Way(
+        "`repeatable=False`, --xla_gpu_autotune_level=0", False, _told("autotune_level=0")
+    ),
+    "deterministic": Way(
+        "`repeatable=False`, --xla_gpu_deterministic_ops=true",
+        False,
+        _told("deterministic_ops=true"),
+    ),
 }
 
 
@@ -49,6 +62,9 @@ class Config:
     width: int = 100
     rows: int = 2000
     batch: int = 50
+    lookup: bool = (
+        False  # networks of words that are looked up, whose gradient is a sum without an order
+    )
     again: int = 2  # times that the whole run is repeated
     ways: str = ""  # some of them, separated by semicolons
     seeds: int = 1
@@ -57,7 +73,7 @@ class Config:
 def work(c: Config, way: str, seed: int) -> Iterator[Evaluation]:
     """The run, its repetitions, and the one in two halves."""
     began = time.perf_counter()
-    names = ("steps", "every", "particles", "inputs", "width", "rows", "batch")
+    names = ("steps", "every", "particles", "inputs", "width", "rows", "batch", "lookup")
     settings = {name: getattr(c, name) for name in names}
     whole = crash.Config(**settings, repeatable=WAYS[way].repeatable)
     half = dataclasses.replace(whole, steps=c.steps // 2)
@@ -97,7 +113,7 @@ def table(found: list[dict]) -> report.Rows:
         rows.append(
             [
                 entry["device"],
-                f"{c['particles']} x {c['inputs']}-{c['width']}-10, {c['steps']} steps",
+                f"{c['particles']} x {c['inputs']}-{c['width']}-10{', words' if c.get('lookup') else ''}, {c['steps']} steps",
                 WAYS[c["way"]].words,
                 f"{seen['same']:.0f} of {seen['runs']:.0f}",
                 "yes" if seen["resumed_same"] else "no",

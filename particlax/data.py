@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int, Key, PyTree
 
 from particlax.checks import Part, refuse_not_finite
@@ -17,6 +18,8 @@ from particlax.noise import fold_in
 __all__ = ["Minibatches"]
 
 SMALL = 256
+FEW = 128
+"""Rows that a CPU copies one by one. Halves of a larger gather go to two threads, and to wake the second takes longer than to copy few rows."""
 
 
 class Minibatches(Part):
@@ -58,11 +61,16 @@ class Minibatches(Part):
 
     def batch(self, key: Key[Array, ""], step: Int[Array, ""]) -> PyTree:
         """The batch of `step`."""
-        rows = self.indices(key, step)
-        # Row numbers are never out of range; to check them takes longer than to copy the rows.
-        take = lambda leaf: leaf.at[rows].get(mode="promise_in_bounds")
-        batch = jax.tree.map(take, self.arrays)
+        batch = taken(self.arrays, self.indices(key, step))
         return transformed(self.transform, key, step, batch)
+
+
+def taken(arrays: PyTree, rows: Int[Array, " n"]) -> PyTree:
+    """Rows of arrays; their numbers are never out of range, and to check them takes longer than to copy the rows."""
+    if len(rows) <= FEW and jax.default_backend() == "cpu":
+        one = lambda row: jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, row, keepdims=False), arrays)  # fmt: skip
+        return lax.map(one, rows)
+    return jax.tree.map(lambda leaf: leaf.at[rows].get(mode="promise_in_bounds"), arrays)
 
 
 def batch_rows(
@@ -132,7 +140,7 @@ def permuted(key: Key[Array, ""], position: Int[Array, " n"], num: int) -> Int[A
         value = jnp.where(swap, other, value)
     # The barrier keeps the compiler from computing all rounds again wherever a row number is used. (For a CPU it is dropped before that;
     # a branch in its place cost what it saved.)
-    return jax.lax.optimization_barrier(value.astype(jnp.int32))
+    return lax.optimization_barrier(value.astype(jnp.int32))
 
 
 def _mix(value: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from particlax import placement, sharding
+from particlax import placement, programs, sharding
 from particlax.blocks import wide
 from particlax.data import Minibatches
 from particlax.errors import NonFiniteError
@@ -22,9 +22,6 @@ NOISE = 0.01
 """Noise on a copy that replaces a lost particle, in units of the cloud's spread."""
 ATTEMPTS = 10
 """How often particles are replaced at one and the same step before the run gives up."""
-REPEATABLE = {"xla_gpu_deterministic_ops": True}
-"""What XLA is told, so that any process compiles the same program, and the program always sums in the same order. Otherwise XLA for a
-GPU times several programs for one product and takes the fastest, and sums that many threads add to have any order."""
 TOGETHER = (5, 4, 3, 2)
 """How many steps an inner loop may have, the best first: few, since nobody is heard within it."""
 
@@ -37,7 +34,7 @@ class Fixed(NamedTuple):
     noise_key: Array
     data_key: Array
     layout: placement.Layout | None = None
-    repeatable: bool = False
+    program: str = programs.FAST
 
 
 class Clock(NamedTuple):
@@ -83,7 +80,7 @@ def advance(fixed: Fixed, state: State, size: int, clock: Clock) -> Taken:
     """Take `size` steps; `NonFiniteError` where one of them fails."""
     before = copy(state)  # the chunk donates its input; from this copy a failure is replayed
     turns = jnp.int32(size // clock.together)
-    state, log_density, ok, kept = _take(fixed, state, turns, clock)
+    state, log_density, ok, kept = _chunk[fixed.program](fixed, state, turns, clock)
     if not bool(ok):
         raise _failure(fixed, before, size)
     return Taken(state, log_density, kept, size)
@@ -103,7 +100,8 @@ def advance_mending(
             raise
         # Replayed by the program that took the steps, so that the result does not depend on where chunks begin.
         steps = error.step - int(before.step)
-        state, log_density, _, kept = _take(fixed, before, jnp.int32(steps), clock)
+        turns = jnp.int32(steps)
+        state, log_density, _, kept = _chunk[fixed.program](fixed, before, turns, clock)
         key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
         key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
         state, sources = _mend(key, state, error.particles)
@@ -127,9 +125,9 @@ def _one(fixed: Fixed, state: State) -> tuple[State, Array]:
     return state, info.log_density.astype(jnp.result_type(float))
 
 
-def _take(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
-    program = _repeatable_chunk if fixed.repeatable else _chunk
-    return program(fixed, state, turns, clock)
+def repeatable(fixed: Fixed, state: State) -> Fixed:
+    """With the kind of program that repeats bit for bit in another process."""
+    return fixed._replace(program=programs.repeatable(_step, fixed, state))
 
 
 def _steps(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
@@ -155,12 +153,7 @@ def _steps(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
     return state, log_density, ok & ~jnp.any(_bad_move(state)), buffer
 
 
-_chunk = eqx.filter_jit(_steps, donate="all-except-first")
-_repeatable_chunk = eqx.filter_jit(
-    _steps,
-    donate="all-except-first",
-    compiler_options=REPEATABLE,  # pyright: ignore
-)
+_chunk = programs.compiled(_steps, "all-except-first")
 
 
 def _bad_value(log_density: Array) -> Array:

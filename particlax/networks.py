@@ -114,7 +114,9 @@ def classifier(
                 f"shape {(*labels.shape, 'C')}, one for each class"
             )
         log_probs = jax.nn.log_softmax(wide(logits))
-        chosen = jnp.take_along_axis(log_probs, labels[..., None].astype(jnp.int32), -1)[..., 0]
+        # Not looked up: the gradient of that is a sum into places, which a GPU takes in any order.
+        here = labels[..., None] == jnp.arange(logits.shape[-1])
+        chosen = jnp.where(jnp.any(here, -1), jnp.sum(jnp.where(here, log_probs, 0), -1), jnp.nan)
         return jnp.sum(chosen.reshape(len(labels), -1), 1)
 
     return _target(network, likelihood, num_data, prior, temperature, check=_check_labels)

@@ -14,11 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from particlax import placement
-from particlax.checkpoints import Checkpoints
+from particlax import placement, programs
+from particlax.checkpoints import Checkpoints, say
 from particlax.checks import as_key, whole
 from particlax.data import Minibatches
-from particlax.engine import Clock, Fixed, Replaced, Taken, advance, advance_mending, copy, together
+from particlax.engine import (
+    Clock,
+    Fixed,
+    Replaced,
+    Taken,
+    advance,
+    advance_mending,
+    copy,
+    repeatable,
+    together,
+)
 from particlax.errors import NonFiniteError, OptionError, expect, known_options, one_of
 from particlax.fingerprint import describe_run
 from particlax.flow import Flow, State
@@ -151,7 +161,7 @@ def run(
     team = Team() if layout is None else layout.team
     with saver, team.noticing(saver.again):
         begun = saver.begin(lambda: describe_run(flow, state, data, key), state, first + steps)
-        steady = saving is not None and saving.repeatable and _chooses()
+        steady = saving is not None and saving.repeatable and programs.chooses()
         task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite, steady, layout)  # fmt: skip
         # An observer had ended the run: without observers nobody is left who would stop it again.
         begun = begun._replace(stopped=begun.stopped and bool(watching))
@@ -194,6 +204,7 @@ class _Task:
     layout: placement.Layout | None = None
     feed: Feed | None = None
     data: Any = None
+    program: str = programs.FAST
 
     def __post_init__(self) -> None:
         self.last = self.first + self.steps
@@ -273,18 +284,21 @@ class _Task:
         data = self.data
         if self.feed:
             data = self.feed.at(step)
-        fixed = Fixed(self.flow, data, self.key, self.data_key, self.layout, self.repeatable)
+        fixed = Fixed(self.flow, data, self.key, self.data_key, self.layout, self.program)
+        if self.repeatable and self.program == programs.FAST:
+            fixed = repeatable(fixed, state)
+            self.program = fixed.program
+            if self.program == programs.ORDERED and self.team.first:
+                say(
+                    "this GPU sums in one order, so that the run repeats bit for bit; without that, px.Checkpoints(..., "
+                    "repeatable=False), it is faster"
+                )
         if self.on_nonfinite == "replace":
             return advance_mending(fixed, state, size, clock, replaced)
         return advance(fixed, state, size, clock)
 
     def _shown(self, state: State, log_density: Array, seconds: float) -> Snapshot:
         return Snapshot(copy(state), log_density, self.last, seconds)
-
-
-def _chooses() -> bool:
-    """Whether XLA, unless told otherwise, compiles another program in another process."""
-    return jax.default_backend() == "gpu"
 
 
 def _waits(size: int) -> bool:

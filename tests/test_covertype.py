@@ -148,3 +148,10 @@ def test_a_streamed_run_is_the_run_in_memory(source, tmp_path, key):
     )
     assert np.array_equal(streamed["w"], inside["w"])
     assert np.array_equal(streamed["log_alpha"], inside["log_alpha"])
+
+
+def test_softplus_and_its_derivative():
+    z = np.linspace(-30, 30, 601)
+    found = [np.asarray(f(jnp.asarray(z, jnp.float32))) for f in (covertype.softplus, jax.vmap(jax.grad(covertype.softplus)))]  # fmt: skip
+    np.testing.assert_allclose(found[0], np.logaddexp(z, 0), rtol=1e-6, atol=2e-7)
+    np.testing.assert_allclose(found[1], 1 / (1 + np.exp(-z)), rtol=1e-5)

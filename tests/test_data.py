@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 import particlax as px
+from particlax import data
 from particlax.data import permuted
 
 SIZES = [1, 2, 3, 5, 7, 10, 64, 65, 1000]
@@ -103,6 +104,23 @@ def test_rows_stay_together_in_pytrees(key):
         assert np.array_equal(batch["deep"][0], rows)
         assert np.array_equal(batch["x"], np.arange(20.0).reshape(10, 2)[np.asarray(rows)])
         assert batch["deep"][0].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("size", [1, data.FEW, data.FEW + 1])
+def test_rows_of_few_and_of_many(size):
+    """A CPU copies few one by one."""
+    rng = np.random.default_rng(size)
+    arrays = {
+        "x": rng.normal(size=(300, 3, 2)),
+        "y": rng.integers(0, 9, 300),
+        "z": rng.random(300) > 0.5,
+    }
+    rows = rng.integers(0, 300, size)
+    found = jax.jit(data.taken)(jax.tree.map(jnp.asarray, arrays), jnp.asarray(rows))
+    for name, leaf in arrays.items():
+        np.testing.assert_array_equal(found[name], jnp.asarray(leaf)[rows])
+    looped = "while" in jax.jit(data.taken).lower(arrays, jnp.asarray(rows)).as_text()
+    assert looped == (size <= data.FEW and jax.default_backend() == "cpu")
 
 
 def test_works_inside_scan_and_vmap(key):

@@ -19,7 +19,7 @@ import pytest
 
 import particlax as px
 from experiments import crash
-from particlax import engine, folder, store
+from particlax import engine, folder, programs, store
 
 COMPILE_FAST = True
 
@@ -68,20 +68,30 @@ def test_killed_again_and_again():
 
 
 @pytest.mark.parametrize("on_nonfinite", ["stop", "replace"])
-def test_a_gpu_has_the_same_program_in_every_process(tmp_path, monkeypatch, on_nonfinite):
+def test_a_gpu_has_the_same_program_in_every_process(tmp_path, monkeypatch, capsys, on_nonfinite):
     """If the run has checkpoints, unless they say otherwise. XLA knows what it is told: it refuses options that do not exist."""
-    used, program = [], engine._repeatable_chunk
-    noted = lambda *args: used.append(args) or program(*args)
-    monkeypatch.setattr(engine, "_repeatable_chunk", noted)
-    options = {"on_nonfinite": on_nonfinite}
-    expected = go(**options)
-    assert same(expected.state, go(checkpoint=tmp_path / "cpu", **options).state) and not used
-    monkeypatch.setattr(sys.modules["particlax.run"], "_chooses", lambda: True)
-    fast = px.Checkpoints(tmp_path / "fast", repeatable=False)
-    for others in ({}, {"checkpoint": fast}):
-        assert same(expected.state, go(**others, **options).state) and not used
-    found = go(checkpoint=tmp_path / "gpu", **options)
-    assert used and same(expected.state, found.state)
+    used = []
+    noting = lambda name, run: lambda *args: used.append(name) or run(*args)
+    monkeypatch.setattr(engine, "_chunk", {n: noting(n, run) for n, run in engine._chunk.items()})
+    table = jnp.array([0, 1, 1])
+    looked_up = px.sgld(px.Target(lambda x: -0.5 * jnp.sum(x[table] ** 2)), step_size=0.05)
+
+    def program(flow=FLOW, **options):
+        used.clear()
+        found = go(flow, on_nonfinite=on_nonfinite, **options)
+        assert same(found.state, expected[flow].state)
+        (kind,) = set(used)
+        return kind
+
+    expected = {flow: go(flow) for flow in (FLOW, looked_up)}
+    assert program(checkpoint=tmp_path / "cpu") == "fast"
+    monkeypatch.setattr(programs, "chooses", lambda: True)
+    assert program() == "fast"
+    assert program(checkpoint=px.Checkpoints(tmp_path / "fast", repeatable=False)) == "fast"
+    assert program(checkpoint=tmp_path / "alike") == "alike"
+    assert "repeatable" not in capsys.readouterr().err
+    assert program(looked_up, checkpoint=tmp_path / "ordered") == "ordered"
+    assert "sums in one order, so that the run repeats bit for bit" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- damage

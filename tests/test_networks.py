@@ -83,6 +83,15 @@ def test_sequences_count_as_one_datum_each(key):
     np.testing.assert_allclose(value, 2 * total, rtol=1e-5)
 
 
+@pytest.mark.parametrize("label", [-1, 3])
+def test_labels_of_no_class_are_not_passed_over(label):
+    """Where nobody looked at them before: the log density says so."""
+    target = networks.classifier(lambda w, x: x @ w, num_data=2)
+    batch = {"x": jnp.ones((2, 4)), "y": jnp.array([0, label])}
+    values, _ = target.score(jnp.ones((5, 4, 3)), batch)
+    assert np.isnan(values).all()
+
+
 @pytest.mark.parametrize("learned", [False, True])
 def test_regressor_is_the_formula(key, learned):
     x, y = RNG.normal(size=(6, 4)), RNG.normal(size=6)
