@@ -117,12 +117,14 @@ def work(c: Config, seed: int) -> Iterator[Evaluation]:
 
 def table(found: list[dict]) -> report.Rows:
     """One row for each run."""
-    rows = [["MALLOC_ARENA_MAX", "steps", "checkpoints", "memory, MB", "growth, MB/hour", "open files, first and last"]]  # fmt: skip
+    rows = [["MALLOC_ARENA_MAX", "steps", "checkpoints", "memory, MB", "growth, MB/hour", "in its second half", "open files, first and last"]]  # fmt: skip
     for entry in found:
-        m = entry["metrics"]
+        m, memory = entry["metrics"], np.array(entry["memory"])
+        times = np.linspace(0.2, 1, len(memory)) * entry["config"]["seconds"]
+        late, error = slope(*np.array([times, memory])[:, len(memory) // 2 :])
         rows.append([
             entry["arenas"] or "not set", f"{m['steps']:,.0f}", f"{m['checkpoints']:,.0f}", f"{m['memory_mb']:.0f}",
-            f"{m['growth_mb_per_hour']:.1f} ± {m['standard_error']:.1f}", f"{m['files_first']:.0f}, {m['files_last']:.0f}",
+            f"{m['growth_mb_per_hour']:.1f} ± {m['standard_error']:.1f}", f"{late:.1f} ± {error:.1f}", f"{m['files_first']:.0f}, {m['files_last']:.0f}",
         ])  # fmt: skip
     return rows
 
