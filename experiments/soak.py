@@ -117,7 +117,7 @@ def work(c: Config, seed: int) -> Iterator[Evaluation]:
 
 def table(found: list[dict]) -> report.Rows:
     """One row for each run."""
-    rows = [["MALLOC_ARENA_MAX", "steps", "checkpoints", "memory, MB", "growth, MB/hour", "in its second half", "open files, first and last"]]  # fmt: skip
+    rows = [["MALLOC_ARENA_MAX", "steps", "checkpoints", "memory, MB", "growth, MB/hour", "in the last 0.4 of the time", "open files, first and last"]]  # fmt: skip
     for entry in found:
         m, memory = entry["metrics"], np.array(entry["memory"])
         times = np.linspace(0.2, 1, len(memory)) * entry["config"]["seconds"]

@@ -65,6 +65,7 @@ class Minibatches(Part):
         return transformed(self.transform, key, step, batch)
 
 
+@jax.jit  # a loop that is not would be compiled at every call of one's own
 def taken(arrays: PyTree, rows: Int[Array, " n"]) -> PyTree:
     """Rows of arrays; their numbers are never out of range, and to check them takes longer than to copy the rows."""
     if len(rows) <= FEW and jax.default_backend() == "cpu":

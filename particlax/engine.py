@@ -3,7 +3,6 @@
 import math
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +103,7 @@ def advance_mending(
         state, log_density, _, kept = _chunk[fixed.program](fixed, before, turns, clock)
         key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
         key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
-        state, sources = _mend(key, state, error.particles)
+        state, sources = _mend(key, state, error.particles, fixed.program)
         state = placement.put(fixed.layout, state)
         pairs = zip(error.particles, sources, strict=True)
         replaced += [Replaced(error.step, lost, source) for lost, source in pairs]
@@ -175,8 +174,7 @@ def _bad_move(state: State) -> Array:
     return _bad_particles(state.particles) | jnp.any(jnp.array([False, *lost]))
 
 
-@eqx.filter_jit
-def _replay(fixed: Fixed, state: State, size: Array) -> tuple[State, Array]:
+def _until_bad(fixed: Fixed, state: State, size: Array) -> tuple[State, Array]:
     """Step until something is not finite: the state before, and which particles are bad, by value,
     score and move."""
 
@@ -200,9 +198,12 @@ def _replay(fixed: Fixed, state: State, size: Array) -> tuple[State, Array]:
     return state, bad
 
 
+_replay = programs.compiled(_until_bad, "none")
+
+
 def _failure(fixed: Fixed, before: State, size: int) -> NonFiniteError:
     """The error for a chunk that met NaN, by replaying it step by step from its start."""
-    state, flags = _replay(fixed, before, jnp.int32(size))
+    state, flags = _replay[fixed.program](fixed, before, jnp.int32(size))
     step, num, flags = int(state.step), num_particles(state.particles), placement.on_host(flags)
     cause = int(np.argmax(flags.any(1)))
     bad = np.flatnonzero(flags[cause]).tolist()
@@ -227,14 +228,15 @@ def _failure(fixed: Fixed, before: State, size: int) -> NonFiniteError:
     )
 
 
-def _mend(key: Array, state: State, lost: list[int]) -> tuple[State, list[int]]:
+def _mend(
+    key: Array, state: State, lost: list[int], program: str = programs.FAST
+) -> tuple[State, list[int]]:
     """Every lost particle as a copy of its nearest healthy one, with noise; everything kept for it is copied too."""
-    mended, found = _mended(key, state, np.array(lost))
+    mended, found = _mended[program](key, state, np.array(lost))
     return mended, placement.on_host(found).tolist()
 
 
-@eqx.filter_jit
-def _mended(key: Array, state: State, lost: Any) -> tuple[State, Array]:
+def _copies(key: Array, state: State, lost: Any) -> tuple[State, Array]:
     cloud, num = state.particles, num_particles(state.particles)
     flags = jnp.zeros(num, bool).at[lost].set(True)
 
@@ -251,6 +253,9 @@ def _mended(key: Array, state: State, lost: Any) -> tuple[State, Array]:
     moved = jax.tree.map(lambda leaf, unit: _jittered(leaf, unit, flags, source), cloud, noise)
     memory = (copied(state.integrator), copied(state.terms), copied(state.carried))
     return State(moved, state.step, *memory, state.shared), found
+
+
+_mended = programs.compiled(_copies, "none")
 
 
 def _jittered(leaf: Array, unit: Array, lost: Array, source: Array) -> Array:

@@ -116,7 +116,8 @@ def classifier(
         log_probs = jax.nn.log_softmax(wide(logits))
         # Not looked up: the gradient of that is a sum into places, which a GPU takes in any order.
         here = labels[..., None] == jnp.arange(logits.shape[-1])
-        chosen = jnp.where(jnp.any(here, -1), jnp.sum(jnp.where(here, log_probs, 0), -1), jnp.nan)
+        classes = (labels >= 0) & (labels < logits.shape[-1])
+        chosen = jnp.where(classes, jnp.sum(jnp.where(here, log_probs, 0), -1), jnp.nan)
         return jnp.sum(chosen.reshape(len(labels), -1), 1)
 
     return _target(network, likelihood, num_data, prior, temperature, check=_check_labels)

@@ -2,7 +2,8 @@
 
 XLA for a GPU times several programs for one product and takes the fastest, so another process may come to another one, with other
 roundings. To choose without timing costs next to nothing. And where many threads add to one place, as the gradient of a lookup in a
-table does, they come in any order. To fix the order costs much, so it is done for steps that have such sums alone.
+table does, they come in any order. To fix the order costs much, so it is done for steps that have such sums alone. What cannot be seen
+in a step, or is undefined, is left alone: sums inside kernels of one's own, and setting one place twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jaxtyping import PyTree
 
 FAST, ALIKE, ORDERED = "fast", "alike", "ordered"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -20,7 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ORDERED: {"xla_gpu_deterministic_ops": True},  # implies the other
 }
 """What XLA is told."""
-SUMS = ("scatter-add", "scatter_add", "scatter-mul", "scatter_mul")
+SUMS = ("scatter-add", "scatter-sub", "scatter-mul")
 UNORDERED = ("select_and_scatter_add", "conv_general_dilated")
 """Of convolutions' gradients some programs have no order."""
 
@@ -31,9 +33,10 @@ def compiled(function: Callable[..., Any], donate: Any) -> dict[str, Any]:
     return {name: jit(options) for name, options in OPTIONS.items()}
 
 
-def chooses() -> bool:
-    """Whether XLA, unless told otherwise, compiles another program in another process."""
-    return jax.default_backend() == "gpu"
+def chooses(tree: PyTree) -> bool:
+    """Whether XLA, unless told otherwise, may compile another program for these arrays in another process."""
+    devices = (leaf.devices() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    return any(device.platform == "gpu" for some in devices for device in some)
 
 
 def repeatable(function: Callable[..., Any], *args: Any) -> str:

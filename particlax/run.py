@@ -161,7 +161,7 @@ def run(
     team = Team() if layout is None else layout.team
     with saver, team.noticing(saver.again):
         begun = saver.begin(lambda: describe_run(flow, state, data, key), state, first + steps)
-        steady = saving is not None and saving.repeatable and programs.chooses()
+        steady = saving is not None and saving.repeatable and programs.chooses(state)
         task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite, steady, layout)  # fmt: skip
         # An observer had ended the run: without observers nobody is left who would stop it again.
         begun = begun._replace(stopped=begun.stopped and bool(watching))

@@ -119,6 +119,10 @@ def test_rows_of_few_and_of_many(size):
     found = jax.jit(data.taken)(jax.tree.map(jnp.asarray, arrays), jnp.asarray(rows))
     for name, leaf in arrays.items():
         np.testing.assert_array_equal(found[name], jnp.asarray(leaf)[rows])
+    before = data.taken._cache_size()
+    for shift in (0, 1):
+        data.taken(jax.tree.map(jnp.asarray, arrays), jnp.asarray((rows + shift) % 300))
+    assert data.taken._cache_size() <= before + 1  # compiled once, for calls of one's own
     looped = "while" in jax.jit(data.taken).lower(arrays, jnp.asarray(rows)).as_text()
     assert looped == (size <= data.FEW and jax.default_backend() == "cpu")
 

@@ -85,7 +85,7 @@ def test_a_gpu_has_the_same_program_in_every_process(tmp_path, monkeypatch, caps
 
     expected = {flow: go(flow) for flow in (FLOW, looked_up)}
     assert program(checkpoint=tmp_path / "cpu") == "fast"
-    monkeypatch.setattr(programs, "chooses", lambda: True)
+    monkeypatch.setattr(programs, "chooses", lambda state: True)
     assert program() == "fast"
     assert program(checkpoint=px.Checkpoints(tmp_path / "fast", repeatable=False)) == "fast"
     assert program(checkpoint=tmp_path / "alike") == "alike"
@@ -526,6 +526,19 @@ def test_replacing_does_not_depend_on_chunks_or_crashes(tmp_path, monkeypatch):
     resumed = go(ROUGH, LOW, 90, **saved)
     assert same(whole.state, resumed.state)
     assert whole.replaced == resumed.replaced
+
+
+def test_particles_are_mended_by_programs_that_repeat(tmp_path, monkeypatch):
+    """On a GPU the search for a failure and the copies are compiled as the steps are."""
+    used, parts = set(), ("_chunk", "_replay", "_mended")
+    noting = lambda what, kind, run: lambda *args: used.add((what, kind)) or run(*args)
+    for what in parts:
+        kinds = getattr(engine, what).items()
+        monkeypatch.setattr(engine, what, {kind: noting(what, kind, run) for kind, run in kinds})
+    monkeypatch.setattr(programs, "chooses", lambda state: True)
+    result = go(ROUGH, LOW, 90, on_nonfinite="replace", checkpoint=tmp_path / "run")
+    assert result.replaced
+    assert used == {(what, "alike") for what in parts}
 
 
 def test_a_cloud_that_is_lost_altogether_stops_the_run():

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import particlax as px
-from particlax import programs
+from particlax import gpu, programs
 from particlax.data import Minibatches
 
 COMPILE_FAST = True
@@ -35,6 +35,7 @@ def looped(x):
     [
         jax.grad(lambda x: jnp.sum(x[TABLE])),
         lambda x: x.at[TABLE].add(1.0),
+        lambda x: x.at[TABLE].subtract(1.0),
         lambda x: x.at[TABLE].multiply(2.0),
         jax.jit(lambda x: x.at[TABLE].add(1.0)),
         jax.vmap(jnp.zeros(3).at[TABLE].add),
@@ -61,7 +62,7 @@ def test_sums_without_an_order_are_found(function):
         lambda x: jnp.zeros(4, int).at[TABLE].add(1),
         lambda x: x.at[TABLE].max(1.0),
         jax.grad(lambda x: x[0] * x[3] + jnp.sum(x[1:3] ** 2)),
-        lambda x: jnp.cumsum(jnp.sort(x)) @ x,
+        lambda x: jnp.sort(x) @ x,
     ],
 )
 def test_others_are_not(function):
@@ -88,11 +89,20 @@ def samplers(target):
     }
 
 
+@pytest.mark.parametrize("shape", [(7, 2), (600, 2), (6, 9000)])
 @pytest.mark.parametrize("name", sorted(samplers(px.Target(lambda x: -jnp.sum(x**2)))))
-def test_samplers_have_none(name):
-    """So that checkpoints on a GPU cost nothing, unless the target has some."""
+def test_samplers_have_none(name, shape, monkeypatch):
+    """On a GPU too, so that checkpoints there cost nothing, unless the target has some."""
+    if name == "calibrated" and shape[0] <= shape[1] + 1:
+        pytest.skip("px.calibrated needs more particles than dimensions")
+    start = jax.random.normal(jax.random.key(0), shape)
     plain = samplers(px.Target(lambda x: -0.5 * jnp.sum(x**2)))[name]
-    start = jax.random.normal(jax.random.key(0), (7, 2))
+    assert programs.repeatable(step(plain), plain.init(start)) == programs.ALIKE
+    monkeypatch.setattr(gpu, "possible", lambda: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    made, _, _ = eqx.filter_make_jaxpr(step(plain))(plain.init(start))
+    kernels = any(one.primitive.name == "pallas_call" for one in programs._equations(made.jaxpr))
+    assert kernels == (name != "sgld" and shape != (7, 2))
     assert programs.repeatable(step(plain), plain.init(start)) == programs.ALIKE
     table = samplers(px.Target(lambda x: -0.5 * jnp.sum(x[jnp.array([0, 1, 1])] ** 2)))[name]
     assert programs.repeatable(step(table), table.init(start)) == programs.ORDERED
@@ -107,8 +117,12 @@ def test_classifiers_have_none():
     assert programs.repeatable(step(flow, data), state) == programs.ALIKE
 
 
-def test_kinds_give_the_same_on_a_cpu():
+def test_xla_knows_the_options():
     x = jnp.arange(6.0)
     square = lambda x, y: x @ y
     found = {name: float(run(x, x)) for name, run in programs.compiled(square, "none").items()}
     assert found == dict.fromkeys(("fast", "alike", "ordered"), 55.0)
+
+
+def test_devices_are_asked():
+    assert programs.chooses({"x": jnp.ones(3), "y": 2.0}) == (jax.default_backend() == "gpu")
