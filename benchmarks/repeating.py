@@ -180,5 +180,5 @@ STUDY = Study(
     config=Config,
     runs=runs,
     tables={"repeat-time": Table("steps of programs for the same work, in one pass", table)},
-    smoke={"rounds": 2, "turn": 0.01, "small": True, "works": "networks; particles", "again": 2},
+    smoke={"rounds": 2, "turn": 0.01, "small": True, "works": "particles", "again": 2},
 )

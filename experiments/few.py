@@ -39,6 +39,7 @@ class Config:
     wider: float = 1.5
     seeds: int = 1
     targets: str = ""  # some of them, separated by semicolons
+    samplers: str = ""  # likewise
     particles: tuple[int, ...] = (20, 50, 100, 200)
     posteriordb: str = ""
 
@@ -197,6 +198,12 @@ def runs(c: Config) -> Iterator[Run]:
     if unknown:
         raise SystemExit(f"no target {unknown[0]!r}; the targets are: {'; '.join(everything)}")
     flows = kernel_flows(c) if isinstance(c, KernelConfig) else samplers(c)
+    chosen = [name.strip() for name in c.samplers.split(";") if name.strip()]
+    known = sorted({sampler for sampler, _ in flows})
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise SystemExit(f"no sampler {unknown[0]!r}; the samplers are: {'; '.join(known)}")
+    flows = {what: make for what, make in flows.items() if what[0] in (chosen or known)}
     common = {"steps": c.steps, "step_size": c.step_size}
     common |= {"learning_rate": c.learning_rate, "wider": c.wider}
     for name in wanted or everything:
@@ -326,7 +333,7 @@ STUDY = Study(
         },
     },
     figures={"few": Figure(few_figure.CAPTION, few_figure.draw)},
-    smoke=TINY,
+    smoke={**TINY, "samplers": "svgd; pi_sgld"},
 )
 KERNELS = Study(
     name="kernels",
@@ -336,5 +343,5 @@ KERNELS = Study(
     config=KernelConfig,
     runs=runs,
     tables={"kernels": Table("median covariance error over targets", by_kernel)},
-    smoke=TINY,
+    smoke={**TINY, "samplers": "svgd"},
 )

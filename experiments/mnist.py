@@ -239,7 +239,7 @@ STUDY = Study(
         for width in (400, 800)
     },
     smoke={
-        "methods": "SGD;SGLD;SVGD;w-SGLD;pi-SGLD;w-SGLD-B, dropout",
+        "methods": "SGD;SGLD;pi-SGLD;w-SGLD-B, dropout",
         "widths": (400,),
         "particles": 3,
         "epochs": 2,

@@ -203,6 +203,7 @@ def test_a_record_is_plain():
         (["table", "toy", "--record=nowhere"], "python -m experiments run toy"),
         (["figure", "reference"], "python -m experiments table reference"),
         (["run", "few", "--targets=Gauss"], "the targets are"),
+        (["run", "few", "--samplers=nuts"], "the samplers are"),
     ],
 )
 def test_bad_commands_end_with_a_message(arguments, words, monkeypatch):
