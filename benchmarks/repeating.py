@@ -24,8 +24,7 @@ from benchmarks import clouds, entrants, interaction
 from benchmarks import logistic as steptime
 from benchmarks.beside import where
 from benchmarks.timing import times
-from experiments import cifar, covertype, language, language_text, mnist, report
-from experiments.config import ConfigError
+from experiments import cifar, config, covertype, language, language_text, mnist, report
 from experiments.study import Evaluation, Run, Study, Table
 from particlax import programs
 
@@ -75,23 +74,23 @@ def pictures(c: Config, seed: int) -> Begun:
 
 def words(c: Config, seed: int) -> Begun:
     """Table 3's networks, by SVGD."""
-    settings = language.Config(corpus="synthetic", minimum=1, particles=2, batch=16, length=10, embedding=8, hidden=8, kind="float32")  # fmt: skip
-    if not c.small:
-        rng = np.random.default_rng(seed)
-        ids = (
-            np.minimum(rng.zipf(1.2, 2_000_000), WORDS - 5) + 4
-        )  # past the words that mark something
-        ids[19::20] = language_text.EOS
-        parts = {name: ids.astype(np.int32) for name in language_text.PARTS}
-        names = [str(i) for i in range(WORDS)]
-        corpus = language_text.Corpus("noise", names, parts, dict.fromkeys(parts, 1))
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "noise.npz"
-            language_text.save(corpus, path)
-            training = language.Training(language.Config(corpus=str(path)), "SVGD", seed)
-    else:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "noise.npz"
+        language_text.save(noise(seed), path)
+        settings = language.Config(corpus=str(path))
+        if c.small:
+            settings = language.Config(corpus="synthetic", minimum=1, particles=2, batch=16, length=10, embedding=8, hidden=8, kind="float32")  # fmt: skip
         training = language.Training(settings, "SVGD", seed)
     return training.flow, training.state, training.batches
+
+
+def noise(seed: int) -> language_text.Corpus:
+    """Sentences of 20 words, some frequent, most of them rare."""
+    ids = np.minimum(np.random.default_rng(seed).zipf(1.2, 2_000_000), WORDS - 5) + 4
+    ids[19::20] = language_text.EOS  # one of the four words that mark something
+    parts = {name: ids.astype(np.int32) for name in language_text.PARTS}
+    names = [str(i) for i in range(WORDS)]
+    return language_text.Corpus("noise", names, parts, dict.fromkeys(parts, 1))
 
 
 def particles(c: Config, seed: int) -> Begun:
@@ -150,12 +149,9 @@ def compared(c: Config, work: str, seed: int) -> Iterator[Evaluation]:
 
 def runs(c: Config) -> Iterator[Run]:
     """One pass per work and seed."""
-    wanted = [name.strip() for name in c.works.split(";") if name.strip()] or list(WORKS)
-    if unknown := [name for name in wanted if name not in WORKS]:
-        raise ConfigError(f"--works: no work {unknown[0]!r}; they are: {'; '.join(WORKS)}")
     settings = {k: v for k, v in dataclasses.asdict(c).items() if k not in ("works", "seeds")}
     for seed in range(c.seeds):
-        for work in wanted:
+        for work in config.chosen("work", c.works, WORKS):
             yield Run({"work": work, **settings}, seed, functools.partial(compared, c, work, seed))
 
 

@@ -103,7 +103,7 @@ def pictures(source: str, num: int = 0, holdout: int = 0) -> datasets.Images:
 def variances(text: str) -> dict[str, float]:
     """The prior's variances by layer, from "1; dense=0.1": the one without a name is for all others."""
     found: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in text.split(";"))):
+    for part in config.names(text):
         name, sign, value = part.rpartition("=")
         try:
             found[name.strip() if sign else ""] = float(value)
@@ -126,11 +126,8 @@ def checked(c: Config) -> list[str]:
         )
     if min(c.particles, c.epochs, c.batch, c.evaluations) < 1:
         raise config.ConfigError("particles, epochs, batch, evaluations: expected at least 1")
-    wanted = [name.strip() for name in c.methods.split(";") if name.strip()]
-    if unknown := [name for name in wanted if name not in METHODS]:
-        raise config.ConfigError(f"no method {unknown[0]!r}; the methods are: {'; '.join(METHODS)}")
     variances(c.prior)
-    return wanted or list(METHODS)
+    return config.chosen("method", c.methods, METHODS)
 
 
 def decayed(c: Config, rate: float, steps: int) -> Callable[[Any], Any]:
@@ -219,7 +216,7 @@ def begun(c: Config, method: str, seed: int) -> tuple[px.Flow, px.State, px.Mini
 
 def named(c: Config) -> list[str]:
     """The layers that are particles, if not all are."""
-    return [name.strip() for name in c.bayesian.split(";") if name.strip()]
+    return config.names(c.bayesian)
 
 
 def work(c: Config, method: str, seed: int) -> Iterator[Evaluation]:

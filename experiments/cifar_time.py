@@ -70,8 +70,8 @@ def apart(c: Config, method: str) -> Iterator[Evaluation]:
 
 def runs(c: Config) -> Iterator[Run]:
     """Every method, then some with few layers as particles."""
-    again = [name.strip() for name in c.again.split(";") if name.strip()]
-    todo = [(method, "") for method in cifar.checked(c)] + [(method, c.layers) for method in again]
+    todo = [(method, "") for method in cifar.checked(c)]
+    todo += [(method, c.layers) for method in config.names(c.again)]
     for method, layers in todo:
         chosen = dataclasses.replace(c, bayesian=layers)
         settings = {

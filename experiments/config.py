@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 C = TypeVar("C")
@@ -31,6 +32,19 @@ def parse(kind: type[C], arguments: list[str]) -> C:
             raise ConfigError(f"--{name} is given twice; expected it once")
         values[name] = _convert(name, text if sign else "true", fields[name].default)
     return kind(**values)
+
+
+def names(text: str) -> list[str]:
+    """Of "SVGD; w-SGLD"."""
+    return [name.strip() for name in text.split(";") if name.strip()]
+
+
+def chosen(what: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names in `text`, or all that are known; others end the program."""
+    known, wanted = list(known), names(text)
+    if unknown := [name for name in wanted if name not in known]:
+        raise ConfigError(f"no {what} {unknown[0]!r}; the {what}s are: {'; '.join(known)}")
+    return wanted or known
 
 
 def shown(value: Any) -> str:

@@ -21,7 +21,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import particlax as px
-from experiments import few_figure, posteriors, report
+from experiments import config, few_figure, posteriors, report
 from experiments.study import Evaluation, Figure, Run, Study, Table
 from particlax.diffusions import Blob
 from particlax.kernels import IMQ, RBF, Kernel, Laplace, Median
@@ -192,21 +192,13 @@ def one(c: Config, make: Callable | None, problem: Problem, num: int, seed: int)
 
 def runs(c: Config) -> Iterator[Run]:
     """Every flow on every target with every number of particles."""
-    wanted = [name.strip() for name in c.targets.split(";") if name.strip()]
     everything = problems(posteriors.home(c.posteriordb or None))
-    unknown = [name for name in wanted if name not in everything]
-    if unknown:
-        raise SystemExit(f"no target {unknown[0]!r}; the targets are: {'; '.join(everything)}")
     flows = kernel_flows(c) if isinstance(c, KernelConfig) else samplers(c)
-    chosen = [name.strip() for name in c.samplers.split(";") if name.strip()]
-    known = sorted({sampler for sampler, _ in flows})
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
-        raise SystemExit(f"no sampler {unknown[0]!r}; the samplers are: {'; '.join(known)}")
-    flows = {what: make for what, make in flows.items() if what[0] in (chosen or known)}
+    some = config.chosen("sampler", c.samplers, sorted({sampler for sampler, _ in flows}))
+    flows = {what: make for what, make in flows.items() if what[0] in some}
     common = {"steps": c.steps, "step_size": c.step_size}
     common |= {"learning_rate": c.learning_rate, "wider": c.wider}
-    for name in wanted or everything:
+    for name in config.chosen("target", c.targets, everything):
         problem = functools.cache(everything[name])
         for num in c.particles:
             for (sampler, how), make in {("draws", ""): None, **flows}.items():

@@ -210,10 +210,8 @@ def work(c: Config, method: str, seed: int) -> Iterator[Evaluation]:
 def names(c: Config) -> list[str]:
     """The methods to run."""
     known = list(flows(c, 1, 1, 1))
-    wanted = [name.strip() for name in c.methods.split(";") if name.strip()]
-    if unknown := [name for name in wanted if name not in known]:
-        raise SystemExit(f"no method {unknown[0]!r}; the methods are: {'; '.join(known)}")
-    return wanted or [name for name in known if name not in OPTIONAL]
+    wanted = config.chosen("method", c.methods, known)
+    return wanted if config.names(c.methods) else [name for name in known if name not in OPTIONAL]
 
 
 def runs(c: Config) -> Iterator[Run]:

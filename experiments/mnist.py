@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 import particlax as px
-from experiments import datasets, mnist_tables
+from experiments import config, datasets, mnist_tables
 from experiments.study import Evaluation, Run, Study, Table
 from particlax import networks, predictive
 from particlax.diffusions import FixedScale, Transport
@@ -213,13 +213,10 @@ def runs(c: Config) -> Iterator[Run]:
     settings = dataclasses.asdict(c)
     for name in ("widths", "seeds", "methods"):
         settings.pop(name)
-    wanted = [name.strip() for name in c.methods.split(";") if name.strip()]
-    known = list(flows(c, 1, 1))
-    if unknown := [name for name in wanted if name not in known]:
-        raise SystemExit(f"no method {unknown[0]!r}; the methods are: {'; '.join(known)}")
+    wanted = config.chosen("method", c.methods, flows(c, 1, 1))
     for width in c.widths:
         for seed in range(c.seeds):
-            for method in wanted or known:
+            for method in wanted:
                 todo = lambda w=width, m=method, s=seed: work(c, w, m, s)
                 yield Run({"method": method, "width": width, **settings}, seed, todo)
 

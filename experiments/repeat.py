@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments import crash, report
-from experiments.config import ConfigError
+from experiments import config, crash, report
 from experiments.study import Evaluation, Run, Study, Table
 
 ANEW = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
@@ -96,12 +95,9 @@ def work(c: Config, way: str, seed: int) -> Iterator[Evaluation]:
 
 def runs(c: Config) -> Iterator[Run]:
     """Every way with every seed."""
-    wanted = [name.strip() for name in c.ways.split(";") if name.strip()] or list(WAYS)
-    if unknown := [name for name in wanted if name not in WAYS]:
-        raise ConfigError(f"--ways: no way {unknown[0]!r}; the ways are: {'; '.join(WAYS)}")
     settings = {k: v for k, v in dataclasses.asdict(c).items() if k not in ("ways", "seeds")}
     for seed in range(c.seeds):
-        for way in wanted:
+        for way in config.chosen("way", c.ways, WAYS):
             yield Run({"way": way, **settings}, seed, functools.partial(work, c, way, seed))
 
 

@@ -40,7 +40,7 @@ import numpy as np
 import optax
 
 import particlax as px
-from experiments import datasets, uci_tables
+from experiments import config, datasets, uci_tables
 from experiments.fetching import UCI
 from experiments.study import Evaluation, Run, Study, Table
 from particlax import predictive
@@ -272,9 +272,8 @@ def work(c: Config, name: str, method: str, split: int) -> Iterator[Evaluation]:
 
 def runs(c: Config) -> Iterator[Run]:
     """Every method on every split of every set."""
-    known = list(flows(c, 1))
-    wanted = chosen("method", [name.strip() for name in c.methods.split(";")], known)
-    for name in chosen("set", c.sets, [*UCI, SYNTHETIC]):
+    wanted = config.chosen("method", c.methods, flows(c, 1))
+    for name in config.chosen("set", ";".join(c.sets), [*UCI, SYNTHETIC]):
         splits = min(c.splits, 2 if name == SYNTHETIC else UCI[name][1])
         for method in wanted:
             own = settings(c, method)
@@ -284,14 +283,6 @@ def runs(c: Config) -> Iterator[Run]:
             for split in range(splits):
                 todo = lambda a=own, b=name, m=method, s=split: work(a, b, m, s)
                 yield Run({"set": name, "method": method, **noted}, split, todo)
-
-
-def chosen(what: str, asked: Any, known: list[str]) -> list[str]:
-    """Those asked for, or all; others end the program."""
-    some = [name for name in asked if name]
-    if unknown := [name for name in some if name not in known]:
-        raise SystemExit(f"no {what} {unknown[0]!r}; they are: {'; '.join(known)}")
-    return some or known
 
 
 STUDY = Study(

@@ -204,6 +204,9 @@ def test_a_record_is_plain():
         (["figure", "reference"], "python -m experiments table reference"),
         (["run", "few", "--targets=Gauss"], "the targets are"),
         (["run", "few", "--samplers=nuts"], "the samplers are"),
+        (["run", "mnist", "--methods=SVGD; HMC"], "no method 'HMC'; the methods are: SGD"),
+        (["run", "repeat", "--ways=other"], "no way 'other'; the ways are: default"),
+        (["run", "repeat-time", "--works=other"], "no work 'other'; the works are: networks"),
     ],
 )
 def test_bad_commands_end_with_a_message(arguments, words, monkeypatch):

@@ -142,9 +142,9 @@ def test_parts_that_do_not_exist():
         uci.problem(dataclasses.replace(TINY, part="train"), uci.SYNTHETIC, 0)
     with pytest.raises(SystemExit, match="--tuning=own: expected widened or replaced"):
         uci.problem(dataclasses.replace(TINY, tuning="own"), uci.SYNTHETIC, 0)
-    with pytest.raises(SystemExit, match="no set 'bostn'; they are: boston"):
+    with pytest.raises(SystemExit, match="no set 'bostn'; the sets are: boston"):
         list(uci.runs(dataclasses.replace(TINY, sets=("bostn",))))
-    with pytest.raises(SystemExit, match="no method 'SVDG'; they are: ensemble"):
+    with pytest.raises(SystemExit, match="no method 'SVDG'; the methods are: ensemble"):
         list(uci.runs(dataclasses.replace(TINY, methods="SVGD; SVDG")))
 
 
