@@ -21,8 +21,12 @@ from particlax.updates import Todo
 
 __all__ = ["distances", "mix", "move", "ready", "suits"]
 
-PAIRED, SMALL, LARGE = 1024, 4096, 16384
+PAIRED, SMALL, LARGE = 512, 4096, 16384
 """Coordinates at a time on a CPU: of all pairs, of up to 8 particles, and of more."""
+TOGETHER = 4
+"""How many pieces of coordinates all pairs take in one go."""
+SAMPLE, FAR = 1024, 100
+"""Coordinates by which a cloud is judged, and how many times its spread from the origin it is called far."""
 LEAST = 1 << 13
 """Fewest coordinates for which a fused kernel pays."""
 
@@ -121,12 +125,14 @@ def _by_pairs(xs: Blocks) -> tuple[Array, Array]:
     i, j = np.triu_indices(len(xs[0]), 1)
 
     def of(x: Array) -> Array:
-        width = min(PAIRED, x.shape[1])
-        whole, rest = divmod(x.shape[1], width)
+        width = max(1, min(PAIRED, x.shape[1] // TOGETHER))
+        whole, rest = divmod(x.shape[1], TOGETHER * width)
 
         def add(k: Any, sums: Array) -> Array:
-            piece = _piece(k, x, width)
-            return sums + jnp.square(piece[i] - piece[j])
+            for part in range(TOGETHER):  # each sum is read and written once for all
+                piece = _piece(TOGETHER * k + part, x, width)
+                sums = sums + jnp.square(piece[i] - piece[j])
+            return sums
 
         pieces = lax.fori_loop(0, whole, add, jnp.zeros((len(i), width), x.dtype))
         sums = jnp.sum(pieces, 1)
@@ -162,16 +168,35 @@ def _plain_mix(
     vs: Blocks = (),
     pull: Array | None = None,
 ) -> list[Array]:
+    """Two products, of matrices that do the centring and the pull, so that no array is made on the way.
+
+    What that loses is the rounding of x itself; far from the origin, where it would tell, the mean is taken away first.
+    """
+    own = left - jnp.mean(left, 1, keepdims=True)
+    near = own if right is None or pull is None else own - pull * right
+
+    def alone(x: Array) -> Array:
+        far = lambda x: _written(lambda x: matmul(left.astype(x.dtype), x - jnp.mean(x, 0)), x)
+        return lax.cond(_far(x), far, lambda x: _written(lambda x: matmul(near.astype(x.dtype), x), x), x)  # fmt: skip
+
     if right is None:
-        turn = lambda x: matmul(left.astype(x.dtype), x - jnp.mean(x, 0))
-        return [_written(turn, x) for x in xs]
-    both = jnp.concatenate([left, right], 1)
-    pulled = lambda x, v: v if pull is None else v - jnp.asarray(pull, x.dtype) * x
+        return [alone(x) for x in xs]
 
-    def of(x: Array, v: Array) -> Array:
-        return matmul(both.astype(x.dtype), jnp.concatenate([x - jnp.mean(x, 0), pulled(x, v)]))
+    def centred(x: Array, v: Array) -> Array:
+        pulled = v if pull is None else v - jnp.asarray(pull, x.dtype) * x
+        return matmul(left.astype(x.dtype), x - jnp.mean(x, 0)) + matmul(right.astype(x.dtype), pulled)  # fmt: skip
 
-    return [_written(of, x, v) for x, v in zip(xs, vs, strict=True)]
+    def plain(x: Array, v: Array) -> Array:
+        return matmul(near.astype(x.dtype), x) + matmul(right.astype(x.dtype), v)
+
+    by = lambda of: lambda x, v: _written(of, x, v)
+    return [lax.cond(_far(x), by(centred), by(plain), x, v) for x, v in zip(xs, vs, strict=True)]
+
+
+def _far(x: Array) -> Array:
+    """Whether the cloud is far from the origin for its size, by some of its coordinates."""
+    some = x[:, :SAMPLE]
+    return jnp.sum(some**2) > FAR**2 * jnp.sum((some - jnp.mean(some, 0)) ** 2)
 
 
 def _plain_move(

@@ -20,6 +20,9 @@ from particlax.priors import GaussianPrior
 
 __all__ = ["Evaluated", "Target"]
 
+WIDE, FEW = 256, 256
+"""Columns of a matrix from which on, and rows of a batch up to which, particles have copies of the rows on a CPU."""
+
 
 class Evaluated(NamedTuple):
     """Log densities and scores of the particles, what they carry on, and the mean score of the leaves they share."""
@@ -183,15 +186,21 @@ class Target(eqx.Module):
         if shared is not None:
             return self._evaluate_shared(particles, shared, batch, carried, key)
         if not self.stateful:
-            one = lambda own: self._sloped(own, batch, None, None)
-            values, _, slopes = sharding.by_rows(jax.vmap(one), particles)
+
+            def each(particles: PyTree) -> Any:
+                rows, axes = _handed_out(batch, particles)
+                one = lambda own, rows: self._sloped(own, rows, None, None)
+                return jax.vmap(one, (0, axes))(particles, rows)
+
+            values, _, slopes = sharding.by_rows(each, particles)
             return self._finished(particles, Evaluated(values, slopes, carried))
         assert key is not None
         place = jnp.arange(num_particles(particles))
 
         def some(particles: PyTree, carried: PyTree, place: Array) -> Any:
+            rows, axes = _handed_out(batch, particles)
             keys = jax.vmap(fold_in, (None, 0))(key, place)
-            return jax.vmap(self._sloped, (0, None, 0, 0))(particles, batch, carried, keys)
+            return jax.vmap(self._sloped, (0, axes, 0, 0))(particles, rows, carried, keys)
 
         values, carried, slopes = sharding.by_rows(some, particles, carried, place)
         return self._finished(particles, Evaluated(values, slopes, carried))
@@ -241,6 +250,23 @@ class Target(eqx.Module):
         return self._finished(particles, seen, shared)
 
 
+def _handed_out(batch: PyTree, particles: PyTree) -> tuple[PyTree, PyTree]:
+    """The batch, and which of its leaves have a copy for each particle: axis 0, or None.
+
+    A product of rows that all share with a matrix that every particle has of its own is one product of joined matrices, which XLA for
+    CPUs copies together and apart again. With wide matrices and few rows that takes longer than to hand out the rows.
+    """
+    if jax.default_backend() != "cpu":
+        return batch, None
+    matrices = [leaf.shape[1:] for leaf in jax.tree.leaves(particles) if leaf.ndim == 3]
+    wide = {shape[i] for shape in matrices for i in (0, 1) if shape[1 - i] >= WIDE}
+    num = num_particles(particles)
+    suits = lambda leaf: jnp.ndim(leaf) == 2 and len(leaf) <= FEW and leaf.shape[1] in wide
+    copied = lambda leaf: jnp.broadcast_to(leaf, (num, *leaf.shape)) if suits(leaf) else leaf
+    axes = jax.tree.map(lambda leaf: 0 if suits(leaf) else None, batch)
+    return jax.tree.map(copied, batch), axes
+
+
 def _opaque(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Hide what has no hash, such as arrays inside a callable pytree: `jax.jit(flow.step)` needs one."""
     unhashable = isinstance(function, eqx.Module) or getattr(function, "__hash__", None) is None
@@ -277,8 +303,12 @@ def num_rows(batch: PyTree) -> int:
             "or px.run(..., data=...) arrays or px.Minibatches(arrays, n)"
         )
     sizes = {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
-    if any(not shape for shape in sizes.values()):
-        raise DataError(f"a leaf of the batch is a scalar ({sizes}); expected a leading data axis")
+    scalar = next((name for name, shape in sizes.items() if not shape), None)
+    if scalar is not None:
+        raise DataError(
+            f"the leaf {scalar or 'that is all'} of the batch is a scalar, shape (); expected a leading data axis (a list counts as a pytree of its "
+            "elements: turn it into an array first)"
+        )
     if len({shape[0] for shape in sizes.values()}) > 1:
         raise DataError(
             f"the leaves of the batch have different leading sizes ({sizes}); expected the same number "

@@ -83,6 +83,20 @@ def test_mix_is_the_sum_of_products(num, dim, mode):
     assert relative(whole(alone), left.astype(float) @ centred) < 5e-6
 
 
+@pytest.mark.parametrize("centre", [0.0, 1.0, 300.0])
+def test_mixing_far_away_errs_by_roundings_of_the_cloud(centre, mode):
+    """Sums of six products, whose parts have the size of the particles: what storing them has lost before."""
+    x, v, left, right = cloud(6, 8200, centre=centre, spread=0.01)
+    exact, size = x.astype(float), np.abs(x)
+    rounding, weight = 8 * 2**-24, np.abs(left) + np.abs(left).mean(1, keepdims=True)
+    truth = left.astype(float) @ (exact - exact.mean(0))
+    alone = whole(skinny.mix(jnp.asarray(left), parts(x)))
+    assert np.all(np.abs(alone - truth) < rounding * (weight @ size))
+    both = whole(skinny.mix(jnp.asarray(left), parts(x), jnp.asarray(right), parts(v), 0.7))
+    truth += right.astype(float) @ (v - 0.7 * exact)
+    assert np.all(np.abs(both - truth) < rounding * (weight @ size + np.abs(right) @ (np.abs(v) + 0.7 * size)))  # fmt: skip
+
+
 @pytest.mark.parametrize("num", [4, 33])
 def test_modes_really_differ(num, monkeypatch):
     """The interpreted kernels are what runs: breaking them shows."""

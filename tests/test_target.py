@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import particlax as px
+from particlax import target as target_module
 
 N = 24
 
@@ -199,3 +200,31 @@ def test_half_precision_particles_have_a_whole_prior(dtype, variance):
     x = jnp.array([[0.01, 0.0, 0.02]], dtype)
     scores = np.asarray(target.score(x, jnp.ones(2, dtype))[1], float)
     np.testing.assert_allclose(scores, -np.asarray(x, float) / variance, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_rows_are_handed_out_for_wide_matrices_alone(key, stateful, monkeypatch):
+    """Copies for each particle of the rows that are multiplied with a wide matrix, of nothing else; the same scores."""
+
+    def likelihood(p, batch, *rest):
+        hidden = jnp.tanh(batch["x"] @ p["first"] + batch["z"] @ p["narrow"])
+        found = hidden @ p["last"] - batch["y"]
+        return (found, *rest[:1]) if stateful else found
+
+    target = px.Target(
+        log_prior=lambda p: 0.0, log_likelihood=likelihood, num_data=7, stateful=stateful
+    )
+    size = target_module.WIDE
+    shapes = {"first": (5, size), "narrow": (3, 1), "last": (size,)}
+    particles = {n: jax.random.normal(jax.random.fold_in(key, i), (4, *s)) for i, (n, s) in enumerate(shapes.items())}  # fmt: skip
+    batch = {"x": jnp.ones((7, 5)), "y": jnp.arange(7.0), "z": jnp.ones((7, 3))}
+    carried = jnp.zeros((4, 1)) if stateful else ()
+    rows, axes = target_module._handed_out(batch, particles)
+    assert axes == {"x": 0, "y": None, "z": None} and rows["x"].shape == (4, 7, 5)
+    found = target.evaluate(particles, batch, carried, key)
+    text = str(jax.make_jaxpr(lambda p: target.evaluate(p, batch, carried, key))(particles))
+    monkeypatch.setattr(target_module, "FEW", 6)
+    assert target_module._handed_out(batch, particles)[1] == dict.fromkeys("xyz")
+    other = target.evaluate(particles, batch, carried, key)
+    assert text != str(jax.make_jaxpr(lambda p: target.evaluate(p, batch, carried, key))(particles))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), found, other)
