@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from particlax import networks
+from particlax import gpu, networks
 
 MEAN, SD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's channels
 GREY = tuple(round(255 * value) for value in MEAN)
@@ -51,6 +51,17 @@ def patches(x: jax.Array) -> jax.Array:
     return jnp.concatenate(parts, -1)
 
 
+def unpatched(around: jax.Array) -> jax.Array:
+    """The transpose of `patches`: what came to each pixel, added up in float32."""
+    height, width = around.shape[1:3]
+    total: Any = 0.0
+    for place, part in enumerate(jnp.split(around.astype(jnp.float32), 9, -1)):
+        i, j = divmod(place, 3)
+        wide = jnp.pad(part, ((0, 0), (i, 2 - i), (j, 2 - j), (0, 0)))
+        total = total + wide[:, 1 : 1 + height, 1 : 1 + width]
+    return lax.optimization_barrier(total.astype(around.dtype))  # or it is written in float32
+
+
 @jax.custom_vjp
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
     """x @ w in the precision of x, for float32 w.
@@ -76,23 +87,82 @@ def _product_bwd(kept: Any, g: jax.Array) -> Any:
 product.defvjp(_product_fwd, _product_bwd)
 
 
+@jax.custom_vjp
+def surroundings(x: jax.Array) -> jax.Array:
+    """`patches` of x, which is computed before: nine times for nine places otherwise."""
+    return gpu.choose(fits(x), copied, patches, lax.optimization_barrier(x))
+
+
+surroundings.defvjp(lambda x: (surroundings(x), None), lambda _, g: (unpatched(g),))
+
+
+def fits(x: jax.Array) -> bool:
+    """Whether `copied` takes x: rows and channels are powers of 2, as Triton has it."""
+    width, channels = x.shape[2:]
+    return x.dtype == jnp.bfloat16 and channels >= 16 and not (width & (width - 1) or channels & (channels - 1))  # fmt: skip
+
+
+def copied(x: jax.Array) -> jax.Array:
+    """`patches` by a kernel of its own: XLA's for joining arrays moves number by number."""
+    num, height, width, channels = x.shape
+    kernel = functools.partial(_copy_body, height=height, width=width, channels=channels)
+    shape = jax.ShapeDtypeStruct((num, height, width, 9, channels), x.dtype)
+    return gpu.launch(kernel, shape, (num, height), x).reshape(num, height, width, -1)
+
+
+def _copy_body(x_ref: Any, out_ref: Any, *, height: int, width: int, channels: int) -> None:
+    """Nine shifted copies of one row of one image."""
+    from jax.experimental import pallas as pl  # noqa: PLC0415
+    from jax.experimental.pallas import triton  # noqa: PLC0415
+
+    image, row = pl.program_id(0), pl.program_id(1)
+    column = lax.broadcasted_iota(jnp.int32, (width, channels), 0)
+    channel = lax.broadcasted_iota(jnp.int32, (width, channels), 1)
+    for place in range(9):
+        i, j = row + place // 3 - 1, column + place % 3 - 1
+        inside = (i >= 0) & (i < height) & (j >= 0) & (j < width)
+        near = jnp.clip(i, 0, height - 1), jnp.clip(j, 0, width - 1)
+        part = triton.load(x_ref.at[image, near[0], near[1], channel], mask=inside, other=0.0)
+        triton.store(out_ref.at[image, row, column, place, channel], part)
+
+
 def convolve(x: jax.Array, w: jax.Array, how: str = "patches") -> jax.Array:
     """x [n, h, w, c] with w [3, 3, c, d], zeros beyond the border, in the precision of x."""
     if how == "conv":
         return lax.conv_general_dilated(
             x, w.astype(x.dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
-    flat, around = w.reshape(-1, w.shape[-1]), patches(x)
+    flat, around = w.reshape(-1, w.shape[-1]), surroundings(x)
     if (missing := -len(flat) % 8) > 0:  # tensor cores want whole eights; 27 of the first layer
         around = jnp.pad(around, ((0, 0), (0, 0), (0, 0), (0, missing)))
         flat = jnp.pad(flat, ((0, missing), (0, 0)))
     return product(around, flat)
 
 
+@jax.custom_vjp
 def pool(x: jax.Array) -> jax.Array:
-    """The largest of each 2x2 pixels."""
-    rows = jnp.maximum(x[:, ::2], x[:, 1::2])
-    return jnp.maximum(rows[:, :, ::2], rows[:, :, 1::2])
+    """The largest of each 2x2 pixels; the gradient goes to the first of equals."""
+    return _pooled(x)[0]
+
+
+def _pooled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest, and which of the four it is: all that the gradient needs, so that x is not kept."""
+    first, second, third, fourth = (x[:, i::2, j::2] for i in range(2) for j in range(2))
+    best = jnp.maximum(jnp.maximum(first, second), jnp.maximum(third, fourth))
+    place = jnp.where(third == best, jnp.uint8(2), jnp.uint8(3))
+    place = jnp.where(second == best, jnp.uint8(1), place)
+    return best, jnp.where(first == best, jnp.uint8(0), place)
+
+
+def _pool_bwd(place: jax.Array, g: jax.Array) -> Any:
+    num, height, width, channels = g.shape
+    corners = jnp.arange(4, dtype=jnp.uint8).reshape(1, 1, 2, 1, 2, 1)
+    among = lambda a: a[:, :, None, :, None]
+    spread = jnp.where(among(place) == corners, among(g), 0)
+    return (spread.reshape(num, 2 * height, 2 * width, channels),)
+
+
+pool.defvjp(_pooled, _pool_bwd)
 
 
 def moments(x: jax.Array) -> dict[str, jax.Array]:
@@ -106,6 +176,37 @@ def normed(x: jax.Array, layer: dict[str, jax.Array], seen: dict[str, jax.Array]
     """Batch norm of x with the statistics `seen`, in float32."""
     gain = layer["scale"] * lax.rsqrt(seen["var"] + EPSILON)
     return x.astype(jnp.float32) * gain + (layer["bias"] - seen["mean"] * gain)
+
+
+@jax.custom_vjp
+def batch_normed(
+    x: jax.Array, layer: dict[str, jax.Array]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Batch norm of x with its own moments, and these, which are not for differentiating.
+
+    The gradient is written out: two sums over the batch, in one pass, and one pass more.
+    """
+    seen = moments(x)
+    return normed(x, layer, seen), seen
+
+
+def _normed_fwd(x: jax.Array, layer: dict[str, jax.Array]) -> Any:
+    out, seen = batch_normed(x, layer)
+    return (out, seen), (x, layer["scale"], seen)
+
+
+def _normed_bwd(kept: Any, slopes: Any) -> Any:
+    x, scale, seen = kept
+    g, axes = slopes[0], tuple(range(x.ndim - 1))
+    spread = lax.rsqrt(seen["var"] + EPSILON)
+    unit = (x.astype(jnp.float32) - seen["mean"]) * spread
+    layer = {"scale": jnp.sum(g * unit, axes), "bias": jnp.sum(g, axes)}
+    num = x.size // x.shape[-1]
+    dx = scale * spread * (g - (layer["bias"] + unit * layer["scale"]) / num)
+    return dx.astype(x.dtype), layer
+
+
+batch_normed.defvjp(_normed_fwd, _normed_bwd)
 
 
 def dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
@@ -147,8 +248,9 @@ def logits(
             x = pool(convolve(x, params[f"conv{place + 1}"], shape.conv))
         else:
             x = product(x.reshape(len(x), -1), params["dense"])
-        seen = carried[place] if key is None else moments(x)
-        x = getattr(jax.nn, shape.activation)(normed(x, params[f"norm{place + 1}"], seen))
+        layer, seen = params[f"norm{place + 1}"], carried[place]
+        x, seen = (normed(x, layer, seen), seen) if key is None else batch_normed(x, layer)
+        x = getattr(jax.nn, shape.activation)(x)
         if key is not None:
             x = dropped(x, shape.dropout[place], jax.random.fold_in(key, place))
             seen = jax.tree.map(functools.partial(_averaged, shape.momentum), carried[place], seen)

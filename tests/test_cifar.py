@@ -11,6 +11,7 @@ import pytest
 import particlax as px
 from experiments import cifar, cifar_tables, cifar_time, config, datasets
 from experiments import cifar_network as net
+from particlax import gpu
 
 COMPILE_FAST = True
 
@@ -82,10 +83,53 @@ def test_patches_of_the_first_layer_are_made_once():
     assert "f32[3,5,4,4,72]" in text
 
 
-def test_pool():
-    x = np.random.default_rng(0).normal(size=(2, 4, 6, 3)).astype(np.float32)
-    want = x.reshape(2, 2, 2, 3, 2, 3).max((2, 4))
-    np.testing.assert_array_equal(net.pool(jnp.asarray(x)), want)
+def test_patches_by_a_kernel_are_the_plain_ones(key, monkeypatch):
+    x = jax.random.normal(key, (2, 3, 5, 8, 16)).astype(jnp.bfloat16)  # two networks
+    want = jax.vmap(net.patches)(x)
+    program = jax.jit(jax.vmap(net.copied)).trace(x).lower(lowering_platforms=("cuda",))
+    assert "_copy_body" in program.as_text()
+    monkeypatch.setattr(gpu, "MODE", "interpret")
+    np.testing.assert_array_equal(jax.vmap(net.copied)(x).astype(float), want.astype(float))
+    assert net.fits(x[0]) and not net.fits(x[0].astype(jnp.float32)) and not net.fits(x[0, :, :, :5])  # fmt: skip
+    np.testing.assert_array_equal(jax.vmap(net.surroundings)(x).astype(float), want.astype(float))
+
+
+def test_gradient_of_the_patches_is_their_transpose(key):
+    x = jax.random.normal(key, (2, 5, 4, 3))
+    g = jax.random.normal(jax.random.key(1), (2, 5, 4, 27))
+    (got,) = jax.vjp(net.surroundings, x)[1](g)
+    want = np.zeros((2, 7, 6, 3))
+    for place in range(9):
+        i, j = divmod(place, 3)
+        want[:, i : i + 5, j : j + 4] += np.asarray(g, float)[..., 3 * place : 3 * place + 3]
+    np.testing.assert_allclose(got, want[:, 1:-1, 1:-1], atol=1e-5)
+
+
+def test_pool_and_its_gradient():
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 3, size=(2, 4, 6, 3)).astype(np.float32)  # many equals
+    g = rng.normal(size=(2, 2, 3, 3)).astype(np.float32)
+    out, back = jax.vjp(net.pool, jnp.asarray(x))
+    np.testing.assert_array_equal(out, x.reshape(2, 2, 2, 3, 2, 3).max((2, 4)))
+    want = np.zeros_like(x)
+    for n, i, j, c in np.ndindex(g.shape):
+        window = x[n, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2, c]
+        a, b = np.unravel_index(window.argmax(), (2, 2))
+        want[n, 2 * i + a, 2 * j + b, c] = g[n, i, j, c]
+    np.testing.assert_array_equal(back(jnp.asarray(g))[0], want)
+
+
+def test_gradient_of_batch_norm_is_the_derived_one(key, x64):
+    x = 3 + 2 * jax.random.normal(key, (6, 5, 4, 3))
+    layer = {"scale": jnp.array([1.0, 2.0, 0.5]), "bias": jnp.array([0.0, -1.0, 3.0])}
+    g = jax.random.normal(jax.random.key(1), x.shape)
+    plain = lambda x, layer: net.normed(x, layer, net.moments(x))
+    want = jax.grad(lambda *args: jnp.sum(plain(*args) * g), (0, 1))(x, layer)
+    got = jax.grad(lambda *args: jnp.sum(net.batch_normed(*args)[0] * g), (0, 1))(x, layer)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, want)
+    out, seen = net.batch_normed(x, layer)
+    np.testing.assert_array_equal(out, plain(x, layer))
+    np.testing.assert_array_equal(seen["var"], net.moments(x)["var"])
 
 
 def test_batch_norm_is_numpys(key):
