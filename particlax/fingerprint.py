@@ -1,7 +1,8 @@
 """What a run consists of, as readable text: two runs are the same if their descriptions are.
 
-A description maps places ("flow.integrator.step_size") to texts ("0.05"). Functions are described by name, by the numbers in
-their code and by what they close over, so that `optax.adam(0.1)` and `optax.adam(0.2)` differ.
+A description maps places ("flow.integrator.step_size") to texts ("0.05"). Functions are described by name, by the numbers and the
+names in their code and by what they close over, so that `optax.adam(0.1)` and `optax.adam(0.2)` differ; objects of one's own classes by
+their fields and methods.
 """
 
 import dataclasses
@@ -116,7 +117,7 @@ class _Walk:
             self.found[place] = repr(value)
         elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
             self.found[place] = _array(value)
-        elif isinstance(value, (type, types.ModuleType, np.dtype)):
+        elif isinstance(value, (types.ModuleType, np.dtype)) or _of_a_library(value):
             self.found[place] = getattr(value, "__name__", str(value))
         elif id(value) in self.seen or depth > DEEPEST:
             self.found[place] = f"as {self.seen.get(id(value), 'deep inside')}"
@@ -141,10 +142,34 @@ def _parts(value: Any) -> tuple[str, dict[str, Any]]:
     if callable(getattr(value, "__wrapped__", None)):  # jax.jit, custom_vjp
         return kind, {".function": value.__wrapped__}
     if dataclasses.is_dataclass(value):
-        inside = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-        return kind, {f".{n}": part for n, part in inside.items() if not n.startswith("_")}
+        inside = {f.name: _fixed(getattr(value, f.name, None)) for f in dataclasses.fields(value)}
+        found = {f".{n}": part for n, part in inside.items() if not n.startswith("_")}
+        return kind, found | {".class": type(value)}
     # Lists are often logs that grow with every call; other objects may hold anything. Their kind must do.
     return getattr(value, "__qualname__", kind), {}
+
+
+def _fixed(value: Any) -> Any:
+    """A field of an object: what is a list there is no log."""
+    return tuple(map(_fixed, value)) if isinstance(value, list) else value
+
+
+def _of_a_library(value: Any) -> bool:
+    return isinstance(value, type) and _library(value.__module__)
+
+
+def _library(module: str | None) -> bool:
+    return (module or "").split(".")[0] in (*LIBRARIES, "builtins")
+
+
+def _class(value: type) -> tuple[str, dict[str, Any]]:
+    """A class by the methods that were written for it."""
+    found = {}
+    for name, member in vars(value).items():
+        method = getattr(member, "method", member)  # as Equinox holds it
+        if isinstance(method, types.FunctionType) and method.__code__.co_filename != "<string>":
+            found[f".{name}"] = method  # those made by dataclasses have no file
+    return value.__name__, found
 
 
 def _tuple(value: tuple) -> tuple[str, dict[str, Any]]:
@@ -178,8 +203,9 @@ def _function(function: types.FunctionType) -> tuple[str, dict[str, Any]]:
         inside[f".default {place}"] = default
     for name, default in (function.__kwdefaults__ or {}).items():
         inside[f".default {name}"] = default
-    if (function.__module__ or "").split(".")[0] not in LIBRARIES:
+    if not _library(function.__module__):
         inside[".numbers"] = _numbers(function.__code__)
+        inside[".names"] = " ".join(_names(function.__code__))
         for name in function.__code__.co_names:
             if isinstance(function.__globals__.get(name), (bool, int, float, complex)):
                 inside[f".{name}"] = function.__globals__[name]
@@ -187,6 +213,7 @@ def _function(function: types.FunctionType) -> tuple[str, dict[str, Any]]:
 
 
 OPENED: dict[Any, Any] = {
+    type: _class,
     tuple: _tuple,
     Mapping: _mapping,
     (set, frozenset): _set,
@@ -212,6 +239,12 @@ def _numbers(code: types.CodeType) -> tuple[Any, ...]:
         elif isinstance(constant, types.CodeType):
             found += _numbers(constant)
     return tuple(found)
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The global names and attributes that a function's code uses, and those of the functions within it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [*code.co_names, *[name for one in inner for name in _names(one)]]
 
 
 def _array(value: Any) -> str:

@@ -56,7 +56,7 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     _check_call(model, ["state"] * keeps + ["key"] * random, ["state", "key"])
     split: Any = lambda model: eqx.partition(model, eqx.is_inexact_array)
     like, trains = split(model)
-    modes = [split(eqx.nn.inference_mode(model))[1], trains]
+    modes = (split(eqx.nn.inference_mode(model))[1], trains)
 
     def start(key: Any) -> tuple[PyTree, PyTree]:
         model, state = build(key)
@@ -104,7 +104,7 @@ def linen(
     words = [known | dict(more or {}) for known, more in zip(words, (predict, train), strict=True)]
     _check_call(module, [], set(words[0]) & set(words[1]))
     fields = {f.name for f in dataclasses.fields(module)} & set(SWITCHES) - set(takes)
-    modes = [module.clone(**{n: SWITCHES[n] == on for n in fields}) for on in (False, True)]
+    modes = tuple(module.clone(**{n: SWITCHES[n] == on for n in fields}) for on in (False, True))
     streams = lambda keys: dict(zip(("params", "dropout"), keys, strict=True))
 
     def initial(key: Any, x: Any) -> tuple[PyTree, PyTree]:
@@ -147,7 +147,7 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     kept = lib.All(lib.Variable, lib.Not(lib.Any(lib.Param, lib.RngState, lib.Intermediate)))
     split = lambda module: lib.split(module, lib.Param, kept, lib.RngState, ...)
     pure = lambda state: lib.to_pure_dict(state) or ()
-    modes = [(change(), split(model)[0])[1] for change in (model.eval, model.train)]
+    modes = tuple((change(), split(model)[0])[1] for change in (model.eval, model.train))
     likes = split(model)[1:]
     dropout = [m for _, m in lib.iter_modules(model) if isinstance(m, lib.Dropout)]
     idle = sum(layer.rate == 0 and layer.rngs is not None for layer in dropout)
@@ -233,6 +233,10 @@ def _network(name: str, start: Any, run: Any, like: Any, *, random: bool) -> Net
     usage = "flow.init(*net.init(key, M)), net.apply(params, x, carried)" if stateful else "init"
 
     def forward(params: PyTree, x: Any, carried: PyTree, key: Any = None) -> Any:
+        if type(params) is tuple and [_shapes(part) for part in params] == wanted:
+            raise errors.ParticleError(
+                f"{name} came as the pair (particles, carried) in place of particles; expected flow.init(*net.init(key, M))"
+            )
         for what, part, shapes in zip(("", "carried "), (params, carried), wanted, strict=True):
             if _shapes(part) != shapes:
                 came = f"{what}arrays of shapes {shapes}, but {_shapes(part)} came"

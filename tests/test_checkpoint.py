@@ -7,7 +7,10 @@ import pickle
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -357,6 +360,83 @@ def test_numbers_in_functions_are_compared():
     }
 
 
+def test_names_in_functions_are_compared():
+    same, other = (lambda x: 2 * jnp.tanh(x)), (lambda x: 2 * jnp.sin(x))
+    found = fingerprint.differences(*[fingerprint.describe("f", f) for f in (same, other)])
+    assert found == ["f.names: 'jnp tanh' there, 'jnp sin' here"]
+
+
+class OneRate(eqx.Module):
+    layer: eqx.nn.Linear
+    drop: eqx.nn.Dropout
+    rates: list
+
+    def __init__(self, key, rate, activation):
+        self.layer, self.rates = eqx.nn.Linear(4, 3, key=key), [activation]
+        self.drop = eqx.nn.Dropout(rate)
+
+    def __call__(self, x, key=None):
+        return self.drop(self.rates[0](self.layer(x)), key=key)
+
+
+def networks(rate, activation):
+    """The same network of three libraries, made by a function that tells nothing."""
+    from flax import linen, nnx
+
+    class Linen(linen.Module):
+        rate: float
+        activation: Any
+
+        @linen.compact
+        def __call__(self, x, train=False):
+            hidden = self.activation(linen.Dense(3)(x))
+            return linen.Dropout(self.rate, deterministic=not train)(hidden)
+
+    class Nnx(nnx.Module):
+        def __init__(self, rngs, rate, activation):
+            self.layer, self.drop = nnx.Linear(4, 3, rngs=rngs), nnx.Dropout(rate, rngs=rngs)
+            self.activation = activation
+
+        def __call__(self, x):
+            return self.drop(self.activation(self.layer(x)))
+
+    told = SimpleNamespace(rate=rate, activation=activation)
+    return {
+        "equinox": px.modules.equinox(lambda key: OneRate(key, told.rate, told.activation)),
+        "linen": px.modules.linen(Linen(rate, activation), jnp.zeros((1, 4))),
+        "nnx": px.modules.nnx(lambda rngs: Nnx(rngs, told.rate, told.activation)),
+    }
+
+
+@pytest.mark.parametrize("library", ["equinox", "linen", "nnx"])
+def test_what_a_module_consists_of_is_compared(library):
+    def told(*settings):
+        target = px.networks.classifier(networks(*settings)[library], num_data=9)
+        return fingerprint.describe("target", target)
+
+    first = told(0.1, jax.nn.relu)
+    assert fingerprint.differences(first, told(0.1, jax.nn.relu)) == []
+    rates = fingerprint.differences(first, told(0.2, jax.nn.relu))
+    assert rates and all("0.1 there, 0.2 here" in line for line in rates)
+    assert any("relu there" in line for line in fingerprint.differences(first, told(0.1, jnp.sin)))
+
+
+def test_methods_of_own_classes_are_compared():
+    def made(function):
+        class Density(eqx.Module):
+            def __call__(self, x):
+                return function(x)
+
+        class Other(eqx.Module):
+            def __call__(self, x):
+                return jnp.sum(x) * 3
+
+        return Density() if function is jnp.sin else Other()
+
+    found = fingerprint.differences(*[fingerprint.describe("d", made(f)) for f in (jnp.sin, None)])
+    assert any("'jnp sum' here" in line for line in found)
+
+
 def test_long_lists_of_differences_are_cut():
     lines = fingerprint.differences({f"x{i}": "1" for i in range(50)}, {})
     assert len(lines) == 13
@@ -367,10 +447,16 @@ DESCRIBE = """
 import jax, jax.numpy as jnp, optax, json
 import particlax as px
 from particlax import fingerprint
-net = px.modules.linen(__import__("flax.linen").linen.Dense(2), jnp.ones((1, 3)))
+import flax, equinox as eqx
+from flax import linen, nnx
+net = px.modules.linen(linen.Dense(2), jnp.ones((1, 3)))
+others = (
+    px.modules.nnx(lambda rngs: nnx.Sequential(nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))),
+    px.modules.equinox(lambda key: eqx.nn.MLP(3, 2, 4, 1, key=key)),
+)
 target = px.networks.classifier(net, num_data=9, prior={"": 1.0, "kernel": 2.0})
 flow = px.svgd(target, optimizer=optax.chain(optax.clip(1.0), optax.adamw(optax.cosine_decay_schedule(0.1, 100))))
-print(json.dumps(fingerprint.describe("flow", flow)))
+print(json.dumps(fingerprint.describe("flow", (flow, others))))
 """
 
 
