@@ -50,9 +50,8 @@ def positive(name: str, value: Any, *, zero: bool = True, schedule: bool = True)
             raise TypeError
         size = float(np.asarray(first))
     except (TypeError, ValueError):
-        raise OptionError(
-            f"{name} is {value!r}; expected a number or an optax schedule (step -> number)"
-        ) from None
+        also = " or an optax schedule (step -> number)" if schedule else ""
+        raise OptionError(f"{name} is {value!r}; expected a number{also}") from None
     if not math.isfinite(size) or size < 0 or (size == 0 and not zero):
         source = f"{size} at step 0 of its schedule" if callable(value) else f"{size}"
         wanted = "a finite number >= 0" if zero else "a finite number > 0"

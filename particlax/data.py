@@ -92,6 +92,21 @@ def transformed(transform: Any, key: Key[Array, ""], step: Int[Array, ""], batch
     return transform(own, batch)
 
 
+def refuse_words(arrays: PyTree) -> None:
+    """Refuse arrays of strings, dates or objects."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
+        kind = np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+        if kind.kind in "OSUMm":
+            raise DataError(
+                f"data{jax.tree_util.keystr(path)} has dtype {kind}; expected numbers. Number classes that have names: "
+                "names, y = np.unique(y, return_inverse=True)"
+            )
+
+
+SHOWN = 6
+"""Shapes listed in an error."""
+
+
 def check_batch(arrays: PyTree, batch_size: Any, transform: Any) -> int:
     """The number of rows of `arrays`, after checking that they have one and that the batch fits."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
@@ -100,10 +115,13 @@ def check_batch(arrays: PyTree, batch_size: Any, transform: Any) -> int:
     sizes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
     heads = {shape[0] if shape else None for shape in sizes.values()}
     if len(heads) > 1 or None in heads:
+        some = dict(list(sizes.items())[:SHOWN])
+        more = f" and {len(sizes) - SHOWN} more" if len(sizes) > SHOWN else ""
         raise DataError(
-            f"the data have shapes {sizes}; expected the same number of rows on axis 0 of every array "
-            "(a nested list counts as a pytree: turn it into an array first)"
+            f"the data have shapes {some}{more}; expected the same number of rows on axis 0 of every array "
+            "(a list counts as a pytree of its elements: turn it into an array first)"
         )
+    refuse_words(arrays)
     (num_data,) = heads
     assert num_data is not None
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:

@@ -129,6 +129,11 @@ def repeatable(fixed: Fixed, state: State) -> Fixed:
     return fixed._replace(program=programs.repeatable(_step, fixed, state))
 
 
+def kept(state: State) -> tuple[PyTree, PyTree]:
+    """What history keeps of a state: the cloud, and what its particles carry."""
+    return state.particles, state.carried
+
+
 def _steps(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
     """`turns` times `together` steps; with `rows`, the clouds of steps that `thin` divides, in a buffer."""
     thin, rows, together = clock
@@ -139,12 +144,12 @@ def _steps(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
         ok = ok & ~jnp.any(_bad_value(log_density))
         if rows:
             # Every cloud is written, only the wanted ones are left behind: no branch, no copy.
-            buffer = jax.tree.map(lambda b, p: b.at[row].set(p), buffer, state.particles)
+            buffer = jax.tree.map(lambda b, p: b.at[row].set(p), buffer, kept(state))
             row = row + (state.step % thin == 0)
         return state, log_density, ok, buffer, row
 
     blank = jnp.zeros(num_particles(state.particles), jnp.result_type(float))
-    empty = jax.tree.map(lambda p: jnp.zeros((rows + 1, *p.shape), p.dtype), state.particles)
+    empty = jax.tree.map(lambda p: jnp.zeros((rows + 1, *p.shape), p.dtype), kept(state))
     carry = (state, blank, jnp.array(True), empty if rows else None, jnp.int32(0))
     turn = lambda _, carry: lax.fori_loop(0, together, body, carry)
     end = lax.fori_loop(0, turns, turn if together > 1 else body, carry)

@@ -120,7 +120,13 @@ class Flow(eqx.Module):
         `carried` is for stateful targets: what each particle carries, with leading axis M. `shared` is for partly Bayesian
         networks, as `px.networks.split` makes it: single values that no term moves, only their mean score.
         """
-        cloud = as_cloud(particles)
+        try:
+            cloud = as_cloud(particles)
+        except ParticleError as error:
+            if not (self.target.stateful and type(particles) is tuple and len(particles) == 2):
+                raise
+            hint = "If it is the pair that a stateful network's init returns, use flow.init(*net.init(key, M))"
+            raise ParticleError(f"{error}. {hint}") from None
         _finite(cloud)
         carried = _companions(self.target, cloud, carried)
         common = None if shared is None else self._share(cloud, shared)

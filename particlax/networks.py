@@ -74,6 +74,11 @@ def split(
     """
     if isinstance(names, str):
         raise OptionError(f"names is {names!r}; expected a list of names: [{names!r}]")
+    if type(particles) is tuple and particles[1:] == ((),):
+        raise OptionError(
+            "split got the pair that a stateful network's init returns; expected particles: "
+            "particles, carried = net.init(key, M)"
+        )
     num_particles(particles)
     chosen = [found is not None for found in by_prefix(leaf_names(particles), names, "split")]
     if not any(chosen) or all(chosen):
@@ -98,7 +103,8 @@ def classifier(
     """A classifier's posterior: categorical likelihood of `batch["y"]` given logits for `batch["x"]`, Gaussian prior.
 
     `network` is a `Network` or `apply(params, x) -> logits [n, C]`. Logits [n, L, C] with labels [n, L] are sequences: a datum is one
-    of the n. `temperature` T below 1 gives the cold posterior, density^(1/T).
+    of the n. Labels at which `batch["mask"]` is false do not count, such as what fills up shorter sequences. `temperature` T below 1
+    gives the cold posterior, density^(1/T).
 
     >>> target = classifier(lambda w, x: x @ w, num_data=100)
     >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.array([0, 1, 1, 0])}
@@ -107,18 +113,28 @@ def classifier(
     """
 
     def likelihood(logits: Array, batch: Any) -> Array:
-        labels = batch["y"]
+        labels, counts = batch["y"], jnp.asarray(batch.get("mask", True))
         if logits.ndim != labels.ndim + 1 or logits.shape[:-1] != labels.shape:
+            hint = ""
+            if labels.shape == logits.shape:
+                hint = ". Convert one-hot labels with y.argmax(-1)"
+            elif labels.shape == (*logits.shape[:-1], 1):
+                hint = ". Take the labels' last axis away: y[..., 0]"
             raise TargetError(
                 f"the network returned shape {logits.shape} for labels of shape {labels.shape}; expected logits of "
-                f"shape {(*labels.shape, 'C')}, one for each class"
+                f"shape {(*labels.shape, 'C')}, one for each class{hint}"
+            )
+        if counts.shape not in ((), labels.shape) or counts.dtype != bool:
+            raise DataError(
+                f"batch['mask'] is {counts.dtype}{list(counts.shape)} for labels of shape {list(labels.shape)}; expected true or "
+                "false for each label"
             )
         log_probs = jax.nn.log_softmax(wide(logits))
         # Not looked up: the gradient of that is a sum into places, which a GPU takes in any order.
         here = labels[..., None] == jnp.arange(logits.shape[-1])
         classes = (labels >= 0) & (labels < logits.shape[-1])
         chosen = jnp.where(classes, jnp.sum(jnp.where(here, log_probs, 0), -1), jnp.nan)
-        return jnp.sum(chosen.reshape(len(labels), -1), 1)
+        return jnp.sum(jnp.where(counts, chosen, 0).reshape(len(labels), -1), 1)
 
     return _target(network, likelihood, num_data, prior, temperature, check=_check_labels)
 
@@ -153,6 +169,10 @@ def regressor(
                 "(squeeze a last axis of one)"
             )
         sd = jnp.asarray(noise(params) if callable(noise) else noise)
+        if sd.shape not in ((), truth.shape[1:]):
+            raise TargetError(
+                f"noise returned shape {sd.shape} for targets of shape {truth.shape}; expected a number, or one for each output"
+            )
         error = (truth - wide(mean)) / sd
         value = -0.5 * error**2 - jnp.log(sd) - 0.5 * jnp.log(2 * jnp.pi)
         return jnp.sum(value.reshape(len(truth), -1), 1)
@@ -166,7 +186,7 @@ class FunctionSpace(Term):
     Networks that differ only in parameters that do not matter are no longer pushed apart, networks that predict alike are
     (D'Angelo & Fortuin 2021). With `Blob` it is the gradient, by the parameters, of the entropy of the smoothed law of
     the f_i. `inputs` are what the functions are compared on, all at every step, or `px.Minibatches(inputs, n)`: n of
-    them, anew at every step. Inputs beyond the data spread the functions there. Use it where a diffusion stands:
+    them, anew at every step, the same in every run. Inputs beyond the data spread the functions there. Use it where a diffusion stands:
 
     >>> import particlax as px
     >>> net = Network(lambda key: jax.random.normal(key, (3, 2)), lambda w, x: x @ w)
@@ -215,7 +235,19 @@ class FunctionSpace(Term):
 
 
 def _network(network: Any) -> Network:
-    return network if isinstance(network, Network) else Network(_no_start, network)
+    if isinstance(network, Network):
+        return network
+    kind = type(network)
+    if not callable(network) or kind.__module__.startswith("flax.") or _from_flax(kind):
+        raise OptionError(
+            f"network is {'a module, ' if _from_flax(kind) else ''}{kind.__name__}; expected apply(params, x) or a "
+            "px.networks.Network, which px.modules.equinox, linen and nnx make of modules"
+        )
+    return Network(_no_start, network)
+
+
+def _from_flax(kind: type) -> bool:
+    return any(base.__module__.startswith("flax.") for base in kind.__mro__)
 
 
 def _check_labels(logits: Any, data: Any) -> None:
@@ -224,6 +256,8 @@ def _check_labels(logits: Any, data: Any) -> None:
     whole_numbers = jnp.issubdtype(labels.dtype, jnp.integer)
     # Labels on the disk are looked through where they are.
     seen = labels if isinstance(labels, jax.Array) else np.asarray(labels)
+    if "mask" in data and data["mask"].any():
+        seen = seen[np.asarray(data["mask"])]
     low, high = (int(seen.min()), int(seen.max())) if whole_numbers else (0, 0)
     if not whole_numbers or low < 0 or high >= num:
         seen = f"from {low} to {high}" if whole_numbers else f"of dtype {labels.dtype}"
@@ -285,7 +319,7 @@ def _xy(batch: Any) -> Any:
 def _outputs(net: Network, params: PyTree, batch: Any) -> Any:
     x = _xy(batch)
     try:
-        return net.apply(params, x)
+        return _real("apply", net.apply(params, x))
     except TypeError as error:
         raise TargetError(
             f"apply(params, x) failed: {error}. If the network needs state or keys (batch norm, dropout), make a "
@@ -309,7 +343,29 @@ def _trained(net: Network, params: PyTree, batch: Any, carried: PyTree, key: Any
         raise TargetError(
             f"forward returned {type(result).__name__}; expected the pair (outputs, what the particle carries on)"
         )
-    return result
+    before, after = ([_told(leaf) for leaf in jax.tree.leaves(tree)] for tree in (carried, result[1]))  # fmt: skip
+    if before and before != after:
+        raise TargetError(
+            f"forward was given arrays {before} to carry and returned {after}; expected the same shapes and types, step for step"
+        )
+    return _real("forward", result[0]), result[1]
+
+
+def _told(leaf: Any) -> str:
+    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+
+
+def _real(name: str, outputs: Any) -> Array:
+    """The network's outputs, if they are one array of real numbers."""
+    if not isinstance(outputs, (jax.Array, np.ndarray)):
+        raise TargetError(
+            f"{name} returned {type(outputs).__name__} as outputs; expected one array with a row for each datum"
+        )
+    if not jnp.issubdtype(outputs.dtype, jnp.floating):
+        raise TargetError(
+            f"{name} returned {outputs.dtype} outputs; expected real numbers, through which a gradient flows"
+        )
+    return jnp.asarray(outputs)
 
 
 def _no_start(key: Any) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from particlax.errors import OptionError
+from particlax.errors import OptionError, expect
 from particlax.particles import flatten
 from particlax.predictive import Reliability
 from particlax.zoo import Density
@@ -61,6 +61,7 @@ def reliability(ax: Any, diagram: Reliability) -> Any:
 
     The number in a bin is that of its predictions, and bins with few are pale.
     """
+    expect("diagram", diagram, Reliability, "pred.reliability(y)")
     bins, full = len(diagram.count), diagram.count > 0
     left, count = np.arange(bins)[full] / bins, diagram.count[full]
     bars = ax.bar(left, diagram.accuracy[full], 1 / bins, align="edge", color=INK)

@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from particlax.checks import positive, refuse_not_finite, whole
-from particlax.errors import DataError, ParticleError, TargetError, expect, known_options
+from particlax.errors import DataError, TargetError, expect, known_options
 from particlax.networks import Network
 from particlax.run import History
-from particlax.sweep import FLOOR, Sweep
+from particlax.sweep import FLOOR, Sweep, merged
 
 __all__ = ["Categorical", "CategoricalScores", "Entropy", "Normal", "NormalScores", "Reliability"]
 __all__ += ["auroc", "categorical", "log_density", "normal", "snapshots", "temperature"]
@@ -131,8 +131,8 @@ def categorical(
     """The mixture p(y | x) = 1/M sum_m softmax(apply(particle_m, x))_y.
 
     `apply(params, rows)` returns the logits [n, C] of one particle, or [n, L, C] for L labels in each row; `particles` is a
-    cloud, a run's history or, for networks that carry state or share leaves, a run's result (`apply` may then be the
-    `px.networks.Network`); `x` an array or pytree with n rows. The networks take turns, and their logits for
+    cloud, a run's history (its clouds together) or a run's result, which stateful and partly Bayesian networks need (`apply` may
+    then be the `px.networks.Network`); `x` an array or pytree with n rows. The networks take turns, and their logits for
     `batch_size` rows are on the device; the log-probabilities [M, n, C] are gathered on the host. Without `keep` they are
     dropped, and host memory does not grow with M.
 
@@ -140,7 +140,7 @@ def categorical(
     >>> pred.log_probs.shape, pred.probs[0].round(2).tolist(), bool(pred.entropy().model[0] > 0.69)  # log 2 = 0.693
     ((2, 4, 2), [0.5, 0.5], True)
     """
-    networks = _shown(apply, particles, x, batch_size, logits=True)
+    networks = Sweep(apply, particles, x, batch_size, logits=True)
     mixture, data, model, *each = networks.run(results=4 if keep else 3)
     return Categorical(mixture[0], data[0], model[0], *each)
 
@@ -158,7 +158,7 @@ def log_density(
     >>> np.exp(-log_density(lambda p, x: p, logits, jnp.zeros(1), jnp.array([0]))).round(3).tolist()
     [2.667]
     """
-    networks = _shown(apply, particles, x, batch_size, logits=True)
+    networks = Sweep(apply, particles, x, batch_size, logits=True)
     return networks.run(_labels(y, networks.shape))[0][0].astype(np.float64)
 
 
@@ -276,7 +276,7 @@ def normal(
     >>> pred.score(2 * jnp.ones(5)).rmse
     0.0
     """
-    networks = _shown(apply, particles, x, batch_size, logits=False)
+    networks = Sweep(apply, particles, x, batch_size, logits=False)
     if not callable(noise):
         positive("noise", noise, zero=False)
     sd = noise if callable(noise) else lambda _: jnp.asarray(noise, float)
@@ -296,21 +296,7 @@ def snapshots(history: PyTree, last: int | None = None) -> PyTree[Float[np.ndarr
     >>> snapshots({"w": jnp.zeros((10, 4, 3))}, last=5)["w"].shape
     (20, 3)
     """
-    tree = history.particles if isinstance(history, History) else history
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
-    whole("last", 1 if last is None else last, 1)
-    heads = {shape[:2] for shape in shapes}
-    if len(heads) != 1 or len(head := heads.pop()) < 2 or head[0] < (last or 1):
-        raise ParticleError(
-            f"the history has leaves of shape {shapes}; expected [T, M, ...] with one T >= {last or 1} and one M, "
-            "for instance px.run(..., thin=100).history"
-        )
-    return jax.tree.map(lambda a: np.asarray(a)[-(last or 0) :].reshape(-1, *a.shape[2:]), tree)
-
-
-def _shown(apply: Any, particles: Any, x: PyTree, batch_size: int, *, logits: bool) -> Sweep:
-    particles = snapshots(particles) if isinstance(particles, History) else particles
-    return Sweep(apply, particles, x, batch_size, logits=logits)
+    return merged(history.particles if isinstance(history, History) else history, last)
 
 
 def _labels(y: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -26,6 +26,7 @@ from particlax.engine import (
     advance,
     advance_mending,
     copy,
+    kept,
     repeatable,
     together,
 )
@@ -54,6 +55,13 @@ class History(eqx.Module):
 
     steps: Int[np.ndarray, " T"]
     particles: PyTree[Float[np.ndarray, "T M ..."]]
+    carried: PyTree = ()
+    """What the particles carried then, such as batch-norm statistics; leading axes T and M."""
+
+    def last(self, num: int) -> "History":
+        """The last `num` clouds."""
+        whole("num", num, 1)
+        return jax.tree.map(lambda leaf: leaf[-num:], self)
 
 
 class Snapshot(eqx.Module):
@@ -341,7 +349,7 @@ class _Keeper:
     """Collects every `thin`-th cloud on the host, from device buffers of bounded size."""
 
     def __init__(self, state: State, thin: int | None, steps: int):
-        cloud = sum(leaf.nbytes for leaf in jax.tree.leaves(state.particles))
+        cloud = sum(leaf.nbytes for leaf in jax.tree.leaves(kept(state)))
         self.thin = thin or 0
         self.rows = 0
         if thin:  # powers of two: few sizes, few compilations
@@ -349,7 +357,7 @@ class _Keeper:
             self.rows = 1 << min((wanted - 1).bit_length(), room.bit_length() - 1)
         self.steps: list[np.ndarray] = []
         self.clouds: list[PyTree] = []
-        self.like = state.particles if thin else None
+        self.like = kept(state) if thin else None
 
     def room(self, step: int) -> int:
         return self.rows * self.thin - step % self.thin if self.thin else 1 << 30
@@ -367,9 +375,9 @@ class _Keeper:
             return None
         if not self.clouds:
             empty = jax.tree.map(lambda a: np.zeros((0, *a.shape), a.dtype), self.like)
-            return History(np.zeros(0, np.int64), empty)
+            return History(np.zeros(0, np.int64), *empty)
         clouds = jax.tree.map(lambda *parts: np.concatenate(parts), *self.clouds)
-        return History(np.concatenate(self.steps), clouds)
+        return History(np.concatenate(self.steps), *clouds)
 
 
 def _resumed(flow: Flow, state: State) -> State:

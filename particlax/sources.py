@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from particlax.checks import refuse_not_finite
-from particlax.data import Minibatches
+from particlax.data import Minibatches, refuse_words
 from particlax.errors import DataError
 from particlax.flow import Flow, State
 from particlax.streams import Feed, Stream
@@ -23,6 +23,7 @@ def checked_data(flow: Flow, state: State, data: Any, key: Array) -> Any:
         num, arrays = data.num_data, data.arrays
         batch = jax.eval_shape(data.batch, key, state.step)
     else:
+        refuse_words(data)
         batch = arrays = data = jax.tree.map(jnp.asarray, data)
         num = num_rows(data)
         refuse_not_finite("the data", data)

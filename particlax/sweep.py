@@ -18,10 +18,10 @@ from particlax.errors import OptionError, ParticleError, TargetError
 from particlax.flow import State
 from particlax.networks import Network
 from particlax.particles import join, num_particles
-from particlax.run import Result
+from particlax.run import History, Result
 from particlax.target import num_rows
 
-__all__ = ["Member", "Sweep"]
+__all__ = ["Member", "Sweep", "merged"]
 
 FLOOR = -1e30  # for log 0, where it is multiplied by 0
 
@@ -41,19 +41,40 @@ class Member(eqx.Module):
         return self.apply(self.params(pair), x, *((pair[1],) if self.carries else ()))
 
 
+def merged(tree: PyTree, last: int | None = None) -> PyTree:
+    """All clouds of a trajectory as one, leaves [T, M, ...] as [T M, ...]; or its `last` clouds alone."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
+    whole("last", 1 if last is None else last, 1)
+    heads = {shape[:2] for shape in shapes}
+    if len(heads) != 1 or len(head := heads.pop()) < 2 or head[0] < (last or 1):
+        raise ParticleError(
+            f"the history has leaves of shape {shapes}; expected [T, M, ...] with one T >= {last or 1} and one M, "
+            "for instance px.run(..., thin=100).history"
+        )
+    return jax.tree.map(lambda a: np.asarray(a)[-(last or 0) :].reshape(-1, *a.shape[2:]), tree)
+
+
 def _member(apply: Any, particles: Any) -> tuple[Any, PyTree]:
     """A function of one member of a cloud and of rows, and the cloud."""
+    if particles is None:
+        raise ParticleError(
+            "no particles came; expected a cloud, a run's result, or the history of px.run(..., thin=100)"
+        )
     state = particles.state if isinstance(particles, Result) else particles
     carries = isinstance(apply, Network) and apply.stateful
     plain = apply.apply if isinstance(apply, Network) else apply
+    if isinstance(particles, History):
+        pair = merged((particles.particles, particles.carried))
+        carries = carries or bool(jax.tree.leaves(particles.carried))
+        return (Member(plain, None, True), pair) if carries else (plain, pair[0])
     if isinstance(state, State):
         shared = None if state.shared is None else state.shared.values
         carries = carries or bool(jax.tree.leaves(state.carried))
         return Member(plain, shared, carries), (state.particles, state.carried)
     if carries:
         raise OptionError(
-            "the network is stateful but plain particles came; give the run's result, which also holds what they carry: "
-            "px.predictive.categorical(net, result, x)"
+            "the network is stateful but plain particles came; give the run's result or its history, which also hold what they "
+            "carry: px.predictive.categorical(net, result, x)"
         )
     return plain, particles
 

@@ -8,7 +8,7 @@ import pytest
 
 import particlax as px
 from particlax import networks
-from particlax.errors import OptionError, ParticleError, TargetError
+from particlax.errors import DataError, OptionError, ParticleError, TargetError
 
 COMPILE_FAST = True
 
@@ -81,6 +81,27 @@ def test_sequences_count_as_one_datum_each(key):
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     total = sum(log_p[n, t, labels[n, t]] for n in range(4) for t in range(5))
     np.testing.assert_allclose(value, 2 * total, rtol=1e-5)
+
+
+def test_labels_under_a_mask_do_not_count(key):
+    """As if they were not there; what fills them up may be no class at all."""
+    target = networks.classifier(lambda w, x: x @ w, num_data=2)
+    x = jax.random.normal(key, (2, 3, 4))
+    y, mask = jnp.array([[0, 1, -1], [2, -1, -1]]), jnp.array([[1, 1, 0], [1, 0, 0]], bool)
+    cloud = jax.random.normal(jax.random.key(1), (5, 4, 3))
+    got = target.score(cloud, {"x": x, "y": y, "mask": mask})
+    logits = np.einsum("nlf,mfc->mnlc", np.asarray(x, float), np.asarray(cloud, float))
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    each = log_p[:, 0, 0, 0] + log_p[:, 0, 1, 1] + log_p[:, 1, 0, 2]
+    np.testing.assert_allclose(got[0], each - 0.5 * np.sum(np.asarray(cloud, float) ** 2, (1, 2)), rtol=1e-5)  # fmt: skip
+    assert np.isfinite(got[1]).all()
+    flow = px.svgd(target, step_size=1e-3)
+    run = lambda **more: px.run(flow, cloud, steps=1, key=key, data={"x": x, "y": y, **more}, progress=False)  # fmt: skip
+    run(mask=mask)
+    with pytest.raises(DataError, match="from -1 to 2"):
+        run()
+    with pytest.raises(DataError, match=r"mask.*int32\[2, 3\].*true or false"):
+        run(mask=mask.astype(jnp.int32))
 
 
 @pytest.mark.parametrize("label", [-1, 3])
@@ -310,3 +331,93 @@ def test_apply_alone_cannot_be_initialised(key):
         px.sgld(broken, step_size=0.1).step(
             key, px.sgld(broken, step_size=0.1).init(jnp.zeros(2)), jnp.zeros(1)
         )
+
+
+FEW = {"x": np.ones((6, 4), np.float32), "y": np.array([0, 1, 2, 0, 1, 2])}
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda w, x: (x @ w, 1), "returned tuple as outputs; expected one array"),
+        (lambda w, x: None, "returned NoneType as outputs"),
+        (lambda w, x: jnp.round(x @ w).astype(int), "returned int32 outputs; expected real"),
+    ],
+)
+def test_outputs_that_are_no_real_array(function, words, key):
+    flow = px.svgd(networks.classifier(function, num_data=6), step_size=0.1)
+    with pytest.raises(TargetError, match=words):
+        px.run(flow, jax.random.normal(key, (3, 4, 3)), steps=1, key=key, data=FEW, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("y", "error", "words"),
+    [
+        (np.eye(3, dtype=int)[FEW["y"]], TargetError, r"y.argmax\(-1\)"),
+        (FEW["y"][:, None], TargetError, r"y\[..., 0\]"),
+        (np.array(["cat", "dog", "owl"])[FEW["y"]], DataError, "expected numbers.*np.unique"),
+        (
+            FEW["y"].tolist(),
+            DataError,
+            r"\['y'\]\[0\] of the batch is a scalar.*turn it into an array",
+        ),
+    ],
+)
+def test_labels_of_another_form(y, error, words, key):
+    flow = px.svgd(networks.classifier(lambda w, x: x @ w, num_data=6), step_size=0.1)
+    cloud = jax.random.normal(key, (3, 4, 3))
+    with pytest.raises(error, match=words):
+        px.run(flow, cloud, steps=1, key=key, data={**FEW, "y": y}, progress=False)
+
+
+def test_noise_of_the_wrong_shape(key):
+    target = networks.regressor(lambda w, x: x @ w, num_data=6, noise=lambda w: jnp.ones(7))
+    with pytest.raises(TargetError, match=r"noise returned shape \(7,\).*one for each output"):
+        target.score(jnp.ones((3, 4)), {"x": FEW["x"], "y": jnp.ones(6)})
+
+
+def test_what_is_carried_keeps_its_shape(key):
+    grow = lambda p, x, carried, key: (x @ p, jnp.concatenate([carried, carried]))
+    begin = lambda key: (jax.random.normal(key, (4, 3)), jnp.zeros(2))
+    net = networks.Network(begin, lambda p, x, carried: x @ p, grow, stateful=True)
+    flow = px.svgd(networks.classifier(net, num_data=6), step_size=0.1)
+    with pytest.raises(TargetError, match=r"float32\[2\].*returned.*float32\[4\]"):
+        px.run(flow, flow.init(*net.init(key, 3)), steps=1, key=key, data=FEW, progress=False)
+
+
+@pytest.mark.parametrize("module", ["linen", "nnx"])
+def test_modules_are_made_networks_first(module, key):
+    from flax import linen, nnx
+
+    given = {"linen": linen.Dense(3), "nnx": nnx.Linear(4, 3, rngs=nnx.Rngs(0))}
+    with pytest.raises(OptionError, match=r"expected apply\(params, x\).*px.modules"):
+        networks.classifier(given[module], num_data=6)
+
+
+def test_the_pair_of_a_stateful_network_is_not_particles(key):
+    import equinox as eqx
+    from flax import linen
+
+    class Drops(linen.Module):
+        @linen.compact
+        def __call__(self, x, train=False):
+            return linen.Dropout(0.5, deterministic=not train)(linen.Dense(3)(x))
+
+    class Norms(eqx.Module):
+        layer: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+
+        def __init__(self, key):
+            self.layer = eqx.nn.Linear(4, 3, key=key)
+            self.norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="batch")
+
+        def __call__(self, x, state):
+            return self.norm(self.layer(x), state)
+
+    for net in (px.modules.linen(Drops(), FEW["x"]), px.modules.equinox(Norms)):
+        flow = px.svgd(networks.classifier(net, num_data=6), step_size=0.1)
+        with pytest.raises(ParticleError, match=r"flow.init\(\*net.init\(key, M\)\)"):
+            px.run(flow, net.init(key, 3), steps=1, key=key, data=FEW, progress=False)
+    pair = px.modules.linen(Drops(), FEW["x"]).init(key, 3)
+    with pytest.raises(OptionError, match=r"particles, carried = net\.init"):
+        networks.split(pair, ["Dense_0/bias"])

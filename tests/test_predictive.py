@@ -13,6 +13,7 @@ import pytest
 
 import particlax as px
 from particlax import predictive, sweep
+from particlax.errors import OptionError, ParticleError
 
 COMPILE_FAST = True
 
@@ -417,6 +418,34 @@ def test_apply_may_be_a_module_a_method_a_partial_or_have_no_hash(rng):
     for apply, factor in cases:
         pred = predictive.categorical(apply, particles, x)
         np.testing.assert_allclose(pred.log_probs, logits[factor], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("carries", [True, False])
+def test_snapshots_of_networks_that_carry(carries, key):
+    """Each cloud predicts with what it carried then; a stateful network with nothing to carry does, too."""
+    begin = lambda key: (jax.random.normal(key, (4, 3)), jnp.ones(()) if carries else ())
+    apply = lambda p, x, carried: x @ p + (carried * x[:, :3] if carries else 0.0)
+    forward = lambda p, x, carried, key: (x @ p, jax.tree.map(lambda leaf: leaf + 1, carried))
+    net = px.networks.Network(begin, apply, forward, stateful=True)
+    flow = px.svgd(px.networks.classifier(net, num_data=6), step_size=0.1)
+    x, y = jax.random.normal(key, (6, 4)), jnp.array([0, 1, 2, 0, 1, 2])
+    start = flow.init(*net.init(key, 2))
+    run = px.run(flow, start, steps=6, key=key, data={"x": x, "y": y}, thin=2, progress=False)
+    found = px.predictive.categorical(net, run.history, x)
+    if carries:
+        np.testing.assert_array_equal(run.history.carried[:, 0], [3, 5, 7])
+    clouds = zip(run.history.particles, run.history.carried if carries else [(), (), ()], strict=True)  # fmt: skip
+    want = [jax.nn.log_softmax(apply(p[m], x, c[m] if carries else ())) for p, c in clouds for m in (0, 1)]  # fmt: skip
+    np.testing.assert_allclose(found.log_probs, np.stack(want), atol=1e-5)
+    last = px.predictive.categorical(net, run.history.last(1), x)
+    np.testing.assert_array_equal(last.log_probs, px.predictive.categorical(net, run, x).log_probs)
+    with pytest.raises(OptionError, match="result or its history"):
+        px.predictive.categorical(net, run.particles, x)
+
+
+def test_no_particles():
+    with pytest.raises(ParticleError, match=r"no particles came.*thin=100"):
+        px.predictive.categorical(lambda w, x: x @ w, None, jnp.ones((2, 3)))
 
 
 def test_snapshots_are_networks_too(rng, key):
