@@ -156,7 +156,7 @@ def interact(
     [[-0.368], [0.368]]
     """
     if _few(x, y):
-        how = mixing(x, y, weights, values=values, rows=rows, cols=cols)
+        how = mixing(x, y, weights, values=values, rows=rows, cols=cols, ratio=ratio)
         return mixed(x, values, how)
     vs = None if values is None else as_matrices(values)[0]
     xs, ys, back = _both(x, y)
@@ -230,6 +230,8 @@ class Mixing(NamedTuple):
 
     left: Float[Array, "M M"]
     right: Float[Array, "M M"] | None = None
+    ratio: Any = None
+    """Where left is -ratio * right but for its diagonal, and its rows add up to 0."""
 
     def plus(self, other: "Mixing") -> "Mixing":
         """The sum of both."""
@@ -238,7 +240,8 @@ class Mixing(NamedTuple):
 
     def times(self, factor: Any) -> "Mixing":
         """`factor` of it."""
-        return Mixing(factor * self.left, None if self.right is None else factor * self.right)
+        right = None if self.right is None else factor * self.right
+        return Mixing(factor * self.left, right, self.ratio)
 
 
 def mixing(
@@ -249,6 +252,7 @@ def mixing(
     values: PyTree = None,
     rows: Vectors = (),
     cols: Vectors = (),
+    ratio: Array | None = None,
 ) -> Mixing:
     """What `interact` does to few particles: sums of such matrices cost nothing, `mixed` does them all in one pass."""
     if y is not x:
@@ -259,7 +263,8 @@ def mixing(
         b = pair if values is None else pair[1]
         return Mixing(jnp.diag(jnp.sum(b, 1)) - b, None if values is None else pair[0])
 
-    return sharding.by_coordinates(matrices, (as_matrices(x)[0],), (rows, cols), "same")
+    found = sharding.by_coordinates(matrices, (as_matrices(x)[0],), (rows, cols), "same")
+    return found._replace(ratio=None if values is None else ratio)
 
 
 class Pulled(NamedTuple):
@@ -281,7 +286,7 @@ def mixed(x: PyTree, values: PyTree | Pulled, how: Mixing) -> PyTree:
     vs = None if how.right is None else as_matrices(values)[0]
 
     def moved(add: Any, xs: Blocks, vs: Blocks | None, how: Mixing) -> Blocks:
-        return skinny.mix(how.left, xs, how.right, vs, pull)
+        return skinny.mix(how.left, xs, how.right, vs, pull, how.ratio)
 
     return back(sharding.by_coordinates(moved, (xs, vs), same=(how,)))
 

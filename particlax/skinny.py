@@ -23,10 +23,10 @@ __all__ = ["distances", "mix", "move", "ready", "suits"]
 
 PAIRED, SMALL, LARGE = 512, 4096, 16384
 """Coordinates at a time on a CPU: of all pairs, of up to 8 particles, and of more."""
-TOGETHER = 4
+TOGETHER = 8
 """How many pieces of coordinates all pairs take in one go."""
-SAMPLE, FAR = 1024, 100
-"""Coordinates by which a cloud is judged, and how many times its spread from the origin it is called far."""
+WHOLE = 1 << 27
+"""Bytes up to which a leaf is mixed at once on a CPU: faster than in pieces, for two arrays of its size on the way."""
 LEAST = 1 << 13
 """Fewest coordinates for which a fused kernel pays."""
 
@@ -57,8 +57,11 @@ def mix(
     right: Float[Array, "M M"] | None = None,
     vs: Blocks | None = None,
     pull: Any = None,
+    ratio: Any = None,
 ) -> list[Float[Array, "M _"]]:
     """left @ (x - m) + right @ (v - pull * x) for every matrix, with m the mean over particles; what is not given is 0.
+
+    `ratio` says that left is -ratio * right but for its diagonal, and that its rows add up to 0: one product may do for both.
 
     >>> mix(jnp.eye(2), [jnp.array([[0.0], [2.0]])])[0].tolist()
     [[-1.0], [1.0]]
@@ -66,9 +69,7 @@ def mix(
     full = [i for i, x in enumerate(xs) if x.shape[1]]
     args: list[Any] = [left, [xs[i] for i in full]]
     if right is not None and vs is not None:
-        args += [right, [vs[i] for i in full]] + (
-            [] if pull is None else [jnp.asarray(pull, xs[0].dtype)]
-        )
+        args += [right, [vs[i] for i in full], None if pull is None else jnp.asarray(pull, xs[0].dtype), ratio]  # fmt: skip
     found = dict(zip(full, _choose(xs, "mix", _plain_mix, *args), strict=True))
     return [found.get(i, x) for i, x in enumerate(xs)]
 
@@ -167,36 +168,28 @@ def _plain_mix(
     right: Array | None = None,
     vs: Blocks = (),
     pull: Array | None = None,
+    ratio: Array | None = None,
 ) -> list[Array]:
-    """Two products, of matrices that do the centring and the pull, so that no array is made on the way.
+    """One product or two, of matrices that do the centring and the pull, so that next to nothing is made on the way.
 
-    What that loses is the rounding of x itself; far from the origin, where it would tell, the mean is taken away first.
+    What that loses is the rounding of x itself.
     """
-    own = left - jnp.mean(left, 1, keepdims=True)
-    near = own if right is None or pull is None else own - pull * right
-
-    def alone(x: Array) -> Array:
-        far = lambda x: _written(lambda x: matmul(left.astype(x.dtype), x - jnp.mean(x, 0)), x)
-        return lax.cond(_far(x), far, lambda x: _written(lambda x: matmul(near.astype(x.dtype), x), x), x)  # fmt: skip
-
     if right is None:
-        return [alone(x) for x in xs]
+        own = left - jnp.mean(left, 1, keepdims=True)
+        return [_written(lambda x: matmul(own.astype(x.dtype), x), x) for x in xs]
+    pulled = 0.0 if pull is None else pull
 
-    def centred(x: Array, v: Array) -> Array:
-        pulled = v if pull is None else v - jnp.asarray(pull, x.dtype) * x
-        return matmul(left.astype(x.dtype), x - jnp.mean(x, 0)) + matmul(right.astype(x.dtype), pulled)  # fmt: skip
+    def one(x: Array, v: Array) -> Array:  # right @ (v - (ratio + pull) x), and what is left of the diagonal
+        rest = jnp.diag(left) + ratio * jnp.diag(right)
+        out = matmul(right.astype(x.dtype), v - jnp.asarray(ratio + pulled, x.dtype) * x)
+        return out + rest[:, None].astype(x.dtype) * x
 
-    def plain(x: Array, v: Array) -> Array:
+    def two(x: Array, v: Array) -> Array:
+        near = left - jnp.mean(left, 1, keepdims=True) - pulled * right
         return matmul(near.astype(x.dtype), x) + matmul(right.astype(x.dtype), v)
 
-    by = lambda of: lambda x, v: _written(of, x, v)
-    return [lax.cond(_far(x), by(centred), by(plain), x, v) for x, v in zip(xs, vs, strict=True)]
-
-
-def _far(x: Array) -> Array:
-    """Whether the cloud is far from the origin for its size, by some of its coordinates."""
-    some = x[:, :SAMPLE]
-    return jnp.sum(some**2) > FAR**2 * jnp.sum((some - jnp.mean(some, 0)) ** 2)
+    of = two if ratio is None else one
+    return [_written(of, x, v) for x, v in zip(xs, vs, strict=True)]
 
 
 def _plain_move(
@@ -233,7 +226,7 @@ def _written(of: Callable[..., Array], *arrays: Array) -> Array:
     """
     width = _width(arrays[0])
     whole, rest = divmod(arrays[0].shape[1], width)
-    if whole == 1 and not rest:
+    if (whole == 1 and not rest) or arrays[0].nbytes <= WHOLE:
         return of(*arrays)
 
     *others, last = arrays
@@ -250,7 +243,8 @@ def _written(of: Callable[..., Array], *arrays: Array) -> Array:
 
 def _fused(kernels: Any) -> dict[str, Any]:
     """The kernels of a module, traced once for all leaves of the same shapes, with the derivatives of the plain path."""
-    twins = {"distances": (kernels.distances, _plain_distances), "mix": (kernels.mix, _plain_mix)}
+    mixed = lambda *args: kernels.mix(*args[:5])  # the kernel takes both products anyway: no use for a ratio
+    twins = {"distances": (kernels.distances, _plain_distances), "mix": (mixed, _plain_mix)}
     return {n: gpu.differentiable(gpu.once(f), plain) for n, (f, plain) in twins.items()}
 
 

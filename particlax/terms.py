@@ -5,7 +5,6 @@ Here are the two terms that use the score, `Drift` and `Stein`; realisations of 
 """
 
 import abc
-import functools
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -176,5 +175,5 @@ class Stein(Term):
 def _stein(kernel: Kernel, x: PyTree, score: PyTree, how: Any = None) -> Any:
     """sum_j [K_ij s_j + grad_{x_j} K_ij]."""
     h = kernel.bandwidth(x)
-    how = how or functools.partial(pairwise.interact, ratio=kernel.ratio(h))
-    return how(x, x, lambda r2: kernel.pair(r2, h), values=score)
+    how = how or pairwise.interact
+    return how(x, x, lambda r2: kernel.pair(r2, h), values=score, ratio=kernel.ratio(h))

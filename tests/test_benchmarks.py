@@ -5,8 +5,11 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,7 @@ from benchmarks import (
     logistic,
     machine,
     pairs,
+    peer,
     rounds,
     timing,
 )
@@ -490,3 +494,45 @@ def test_profiles_see_what_runs():
     products = anatomy.shares(found)["products"]
     assert products > 0.5 * sum(found.kernels.values()) > 1
     assert found.launches >= 1 and found.idle >= 0
+
+
+# ------------------------------------------------------------------------------ an entrant of another harness
+
+HARNESS = Path(__file__).resolve().parent.parent.parent / "shared" / "bench"
+
+
+@pytest.mark.parametrize("kind", ["check", "toy2d:U1@300"])
+def test_entrant_of_another_harness(kind, tmp_path):
+    """As that harness runs it: in a fresh process, the direction beside its own float64 reference."""
+    if not HARNESS.exists():
+        pytest.skip(f"there is no harness in {HARNESS}")
+    copy = shutil.copytree(HARNESS, tmp_path / "bench", copy_function=shutil.copyfile)
+    shutil.copyfile(peer.__file__, copy / "peers" / "particlax_peer.py")
+    command = [sys.executable, "run.py", "--worker", "particlax_peer", kind, "cpu", "out.json"]
+    places = os.pathsep.join([str(records.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    budget = {"BENCH_BUDGET_S": "0.2", "BENCH_QUALITY_S": "30"}
+    subprocess.run(command, cwd=copy, check=True, env=os.environ | budget | {"PYTHONPATH": places})
+    found = json.loads((copy / "out.json").read_text())
+    assert found["ok"], found
+    if kind != "check":
+        assert found["quality"]["mmd2"] < 3 * found["quality"]["iid_mmd2"]
+        return
+    row = ["import json, run", "found = json.load(open('out.json')) | {'peer': 'particlax'}"]
+    said = subprocess.run(
+        [sys.executable, "-c", "; ".join([*row, "print(run.check_row(found))"])],
+        cwd=copy, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    _, name, rule, error, *_ = said.split("|")
+    assert (name.strip(), rule.strip()) == ("particlax", "offdiag_logM") and float(error) < 2e-6
+
+
+def test_shares_of_a_log_density_add_up():
+    logp = lambda theta, batch: jnp.sum(batch[0] @ theta) - jnp.sum(theta**2)
+    target = peer.target_of(SimpleNamespace(logp=logp), 6)
+    theta, rows = jnp.array([0.3, -1.2]), (jnp.arange(12.0).reshape(6, 2),)
+    np.testing.assert_allclose(target(theta, rows), logp(theta, rows), rtol=1e-6)
+
+
+def test_what_another_harness_asks_for():
+    kinds = [{"kind": "blr"}, {"kind": "bnn", "mode": "svgd"}, {"kind": "bnn", "mode": "sghmc"}, {"kind": "machine"}]  # fmt: skip
+    assert [peer.supports(w) for w in kinds] == [True, True, False, False]

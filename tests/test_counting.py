@@ -61,8 +61,9 @@ def test_the_exact_median_needs_vectors():
 
 
 @pytest.mark.parametrize("scores", [False, True])
-def test_few_particles_in_many_dimensions_are_not_copied(scores):
+def test_few_particles_in_many_dimensions_are_not_copied(scores, monkeypatch):
     """Pieces of some thousand coordinates, and matrices of 20 x 20."""
+    monkeypatch.setattr(skinny, "WHOLE", 0)  # as if the cloud were larger
 
     def both(r2):
         value = jnp.exp(-r2)
@@ -85,11 +86,17 @@ def test_a_whole_step_of_svgd(exact):
 
 CLOUDS = {"RMSprop": 1, "SGLD": 2, "SVGD": 2, "w-SGLD": 2, "w-SGLD-B": 2, "pi-SGLD": 2}
 """Clouds beside the state: the gradient; gradient and noise; gradient and direction."""
+AT_ONCE = {"SVGD": 2, "w-SGLD": 2, "w-SGLD-B": 2, "pi-SGLD": 3}
+"""The same where leaves are small enough to be mixed at once: gradient and direction, or gradient and two products."""
 
 
-@pytest.mark.parametrize("method", CLOUDS)
-def test_a_step_of_networks(method, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "clouds", "at_once"),
+    [(*one, False) for one in CLOUDS.items()] + [(*one, True) for one in AT_ONCE.items()],
+)
+def test_a_step_of_networks(method, clouds, at_once, monkeypatch):
     monkeypatch.setattr(skinny, "LARGE", 1024)  # the networks are small, and so must be the pieces
+    monkeypatch.setattr(skinny, "WHOLE", 1 << 27 if at_once else 0)
     flow = mnist.flows(mnist.Config(), 100, 1000)[method]()
     start = functools.partial(mnist.start, 100)
     particles = jax.vmap(start)(jax.random.split(jax.random.key(0), 10))
@@ -97,7 +104,7 @@ def test_a_step_of_networks(method, monkeypatch):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(particles))
     step = lambda key, state, batch: flow.step(key, state, batch)[0]
     used = temporary(step, jax.random.key(0), flow.init(particles), batch, donate=(1,))
-    assert used < (CLOUDS[method] + 0.15) * size
+    assert used < (clouds + 0.15) * size
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -97,6 +97,23 @@ def test_mixing_far_away_errs_by_roundings_of_the_cloud(centre, mode):
     assert np.all(np.abs(both - truth) < rounding * (weight @ size + np.abs(right) @ (np.abs(v) + 0.7 * size)))  # fmt: skip
 
 
+@pytest.mark.parametrize("pull", [None, 0.7])
+@pytest.mark.parametrize("centre", [0.0, 300.0])
+@pytest.mark.parametrize("bytes_at_once", [0, 1 << 27])
+def test_one_product_where_a_ratio_is_known(bytes_at_once, centre, pull, mode, monkeypatch):
+    """As an RBF kernel has it: left is -ratio * right beside its diagonal, and its rows add up to 0."""
+    monkeypatch.setattr(skinny, "WHOLE", bytes_at_once)
+    x, v, _, right = cloud(6, 8200, centre=centre, spread=0.01)
+    right, ratio = np.abs(right), 1.3
+    left = ratio * (np.diag(right.sum(1, dtype=float)) - right)
+    got = whole(skinny.mix(jnp.asarray(left, jnp.float32), parts(x), jnp.asarray(right), parts(v), pull, jnp.float32(ratio)))  # fmt: skip
+    exact = x.astype(float)
+    truth = left @ exact + right @ (v - (pull or 0.0) * exact)
+    size = np.abs(v) + (ratio + (pull or 0.0)) * np.abs(x)
+    bound = 16 * 2**-24 * (right @ size + np.diag(left)[:, None] * np.abs(x))
+    assert np.all(np.abs(got - truth) < bound)
+
+
 @pytest.mark.parametrize("num", [4, 33])
 def test_modes_really_differ(num, monkeypatch):
     """The interpreted kernels are what runs: breaking them shows."""

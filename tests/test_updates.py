@@ -53,7 +53,7 @@ def cloud(num, seed=0):
 
 def mixture(x, how, values=None, pull=0.0):
     """left @ (x - m) + right @ (v - pull x), in float64."""
-    left, right = (np.zeros(1) if one is None else np.asarray(one, float) for one in how)
+    left, right, *_ = (np.zeros(1) if one is None else np.asarray(one, float) for one in how)
 
     def of(x, v):
         x, v = (np.asarray(one, float).reshape(len(x), -1) for one in (x, v))
