@@ -2,8 +2,8 @@
 
 python -m experiments run parts         # 784-400-400-10, M = 20, as `interaction`
 
-Each part is a compiled call on a cloud of networks. On a GPU calls of this length measure the launch as well: there `anatomy` takes the
-kernels' own times.
+Each part is taken in a compiled loop, as a run does. On a GPU turns of this length measure the launch as well: there `anatomy` takes the kernels'
+own times.
 """
 
 import dataclasses
@@ -43,28 +43,34 @@ def needs(num: int, dim: int) -> dict[str, machine.Need]:
 
 
 def calls(particles: Any) -> dict[str, Callable[[int], Any]]:
-    """Every part as a function of the number of calls; mixing writes over scores or cloud: fresh memory is slow."""
+    """Every part as a function of the number of turns of a compiled loop: every call of its own would find its memory anew."""
     num = len(jax.tree.leaves(particles)[0])
     one = pairwise.Mixing(jnp.eye(num) + 0.1 / num)
     both = one._replace(right=0.5 * jnp.eye(num))
-    distances = jax.jit(lambda x: pairwise.sqdist(x, x))
-    mix = jax.jit(lambda x, v: pairwise.mixed(x, v, both), donate_argnums=1)
-    alone = jax.jit(lambda x: pairwise.mixed(x, None, one), donate_argnums=0)
 
-    def repeated(call: Callable[[Any], Any], now: Any) -> Callable[[int], Any]:
-        def many(count: int) -> Any:
+    def repeated(turn: Callable[[Any], Any], start: Any) -> Callable[[int], Any]:
+        loop = lambda start, count: jax.lax.fori_loop(0, count, lambda _, now: turn(now), start)
+        many, now = jax.jit(loop, donate_argnums=0), jax.tree.map(jnp.copy, start)
+
+        def calls(count: int) -> Any:
             nonlocal now
-            for _ in range(count):
-                now = call(now)
+            now = many(now, count)
             return now
 
-        return many
+        return calls
 
-    copy = lambda: jax.tree.map(jnp.copy, particles)
+    def distances(now: Any) -> Any:
+        x = jax.lax.optimization_barrier(now)[0]  # or all turns were one
+        return x, pairwise.sqdist(x, x)
+
+    def mixing(now: Any) -> Any:
+        x, scores = now
+        return x, pairwise.mixed(x, scores, both)
+
     return {
-        "distances": lambda count: [distances(particles) for _ in range(count)][-1],
-        "mixing with scores": repeated(lambda scores: mix(particles, scores), copy()),
-        "mixing without scores": repeated(alone, copy()),
+        "distances": repeated(distances, (particles, jnp.zeros((num, num)))),
+        "mixing with scores": repeated(mixing, (particles, particles)),
+        "mixing without scores": repeated(lambda x: pairwise.mixed(x, None, one), particles),
     }
 
 

@@ -286,7 +286,7 @@ def mixed(x: PyTree, values: PyTree | Pulled, how: Mixing) -> PyTree:
     vs = None if how.right is None else as_matrices(values)[0]
 
     def moved(add: Any, xs: Blocks, vs: Blocks | None, how: Mixing) -> Blocks:
-        return skinny.mix(how.left, xs, how.right, vs, pull, how.ratio)
+        return skinny.mix(how.left, xs, how.right, vs, pull=pull, ratio=how.ratio)
 
     return back(sharding.by_coordinates(moved, (xs, vs), same=(how,)))
 

@@ -56,6 +56,7 @@ def mix(
     xs: Blocks,
     right: Float[Array, "M M"] | None = None,
     vs: Blocks | None = None,
+    *,
     pull: Any = None,
     ratio: Any = None,
 ) -> list[Float[Array, "M _"]]:
@@ -69,7 +70,8 @@ def mix(
     full = [i for i, x in enumerate(xs) if x.shape[1]]
     args: list[Any] = [left, [xs[i] for i in full]]
     if right is not None and vs is not None:
-        args += [right, [vs[i] for i in full], None if pull is None else jnp.asarray(pull, xs[0].dtype), ratio]  # fmt: skip
+        pull = None if pull is None else jnp.asarray(pull, xs[0].dtype)
+        args += [right, [vs[i] for i in full], (pull, ratio)]
     found = dict(zip(full, _choose(xs, "mix", _plain_mix, *args), strict=True))
     return [found.get(i, x) for i, x in enumerate(xs)]
 
@@ -167,8 +169,7 @@ def _plain_mix(
     xs: Blocks,
     right: Array | None = None,
     vs: Blocks = (),
-    pull: Array | None = None,
-    ratio: Array | None = None,
+    factors: tuple[Array | None, Array | None] = (None, None),
 ) -> list[Array]:
     """One product or two, of matrices that do the centring and the pull, so that next to nothing is made on the way.
 
@@ -177,9 +178,12 @@ def _plain_mix(
     if right is None:
         own = left - jnp.mean(left, 1, keepdims=True)
         return [_written(lambda x: matmul(own.astype(x.dtype), x), x) for x in xs]
+    pull, ratio = factors
     pulled = 0.0 if pull is None else pull
 
-    def one(x: Array, v: Array) -> Array:  # right @ (v - (ratio + pull) x), and what is left of the diagonal
+    def one(
+        x: Array, v: Array
+    ) -> Array:  # right @ (v - (ratio + pull) x), and what is left of the diagonal
         rest = jnp.diag(left) + ratio * jnp.diag(right)
         out = matmul(right.astype(x.dtype), v - jnp.asarray(ratio + pulled, x.dtype) * x)
         return out + rest[:, None].astype(x.dtype) * x
@@ -197,7 +201,7 @@ def _plain_move(
 ) -> list[list[Array]]:
     xs = [arrays[0] for arrays, _ in given]
     vs = () if right is None else [arrays[1] for arrays, _ in given]
-    drifts = _plain_mix(left, xs, right, vs, pull)
+    drifts = _plain_mix(left, xs, right, vs, (pull, None))
     found = []
     for one, drift, (arrays, scalars) in zip(todo, drifts, given, strict=True):
         fields = [arrays[i] for i in one.reads]
@@ -243,7 +247,8 @@ def _written(of: Callable[..., Array], *arrays: Array) -> Array:
 
 def _fused(kernels: Any) -> dict[str, Any]:
     """The kernels of a module, traced once for all leaves of the same shapes, with the derivatives of the plain path."""
-    mixed = lambda *args: kernels.mix(*args[:5])  # the kernel takes both products anyway: no use for a ratio
+    # A kernel takes both products anyway, and has no use for a ratio.
+    mixed = lambda *args: kernels.mix(*args[:4], *[pull for pull, _ in args[4:]])
     twins = {"distances": (kernels.distances, _plain_distances), "mix": (mixed, _plain_mix)}
     return {n: gpu.differentiable(gpu.once(f), plain) for n, (f, plain) in twins.items()}
 

@@ -75,7 +75,7 @@ def test_mix_is_the_sum_of_products(num, dim, mode):
     both = skinny.mix(jnp.asarray(left), parts(x), jnp.asarray(right), parts(v))
     truth = left.astype(float) @ centred + right.astype(float) @ v
     assert relative(whole(both), truth) < 2e-6
-    pulled = skinny.mix(jnp.asarray(left), parts(x), jnp.asarray(right), parts(v), 0.7)
+    pulled = skinny.mix(jnp.asarray(left), parts(x), jnp.asarray(right), parts(v), pull=0.7)
     truth = left.astype(float) @ centred + right.astype(float) @ (v - 0.7 * x.astype(float))
     assert relative(whole(pulled), truth) < 2e-6
     alone = skinny.mix(jnp.asarray(left), parts(x))
@@ -92,7 +92,7 @@ def test_mixing_far_away_errs_by_roundings_of_the_cloud(centre, mode):
     truth = left.astype(float) @ (exact - exact.mean(0))
     alone = whole(skinny.mix(jnp.asarray(left), parts(x)))
     assert np.all(np.abs(alone - truth) < rounding * (weight @ size))
-    both = whole(skinny.mix(jnp.asarray(left), parts(x), jnp.asarray(right), parts(v), 0.7))
+    both = whole(skinny.mix(jnp.asarray(left), parts(x), jnp.asarray(right), parts(v), pull=0.7))
     truth += right.astype(float) @ (v - 0.7 * exact)
     assert np.all(np.abs(both - truth) < rounding * (weight @ size + np.abs(right) @ (np.abs(v) + 0.7 * size)))  # fmt: skip
 
@@ -106,7 +106,7 @@ def test_one_product_where_a_ratio_is_known(bytes_at_once, centre, pull, mode, m
     x, v, _, right = cloud(6, 8200, centre=centre, spread=0.01)
     right, ratio = np.abs(right), 1.3
     left = ratio * (np.diag(right.sum(1, dtype=float)) - right)
-    got = whole(skinny.mix(jnp.asarray(left, jnp.float32), parts(x), jnp.asarray(right), parts(v), pull, jnp.float32(ratio)))  # fmt: skip
+    got = whole(skinny.mix(jnp.asarray(left, jnp.float32), parts(x), jnp.asarray(right), parts(v), pull=pull, ratio=jnp.float32(ratio)))  # fmt: skip
     exact = x.astype(float)
     truth = left @ exact + right @ (v - (pull or 0.0) * exact)
     size = np.abs(v) + (ratio + (pull or 0.0)) * np.abs(x)
