@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import particlax as px
+from particlax.terms import Cloud, Frame
 
 FAMILY = "jax"
 EXACT = px.kernels.RBF(px.kernels.Median(subsample=None))
@@ -29,7 +30,7 @@ def supports(w: dict[str, Any]) -> bool:
 
 def direction(x: jax.Array, score: jax.Array) -> jax.Array:
     """Stein's direction with the median over all pairs."""
-    cloud = px.terms.Cloud(x, score, jnp.int32(0), px.terms.Frame(), x)
+    cloud = Cloud(x, score, jnp.int32(0), Frame(), x)
     return px.Stein(kernel=EXACT)(cloud, None, ())[0].drift
 
 

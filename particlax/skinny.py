@@ -180,19 +180,16 @@ def _plain_mix(
         return [_written(lambda x: matmul(own.astype(x.dtype), x), x) for x in xs]
     pull, ratio = factors
     pulled = 0.0 if pull is None else pull
-
-    def one(
-        x: Array, v: Array
-    ) -> Array:  # right @ (v - (ratio + pull) x), and what is left of the diagonal
-        rest = jnp.diag(left) + ratio * jnp.diag(right)
-        out = matmul(right.astype(x.dtype), v - jnp.asarray(ratio + pulled, x.dtype) * x)
-        return out + rest[:, None].astype(x.dtype) * x
-
-    def two(x: Array, v: Array) -> Array:
+    if ratio is None:
         near = left - jnp.mean(left, 1, keepdims=True) - pulled * right
-        return matmul(near.astype(x.dtype), x) + matmul(right.astype(x.dtype), v)
+        of = lambda x, v: matmul(near.astype(x.dtype), x) + matmul(right.astype(x.dtype), v)
+    else:  # right @ (v - (ratio + pull) x), and what is left of the diagonal
+        rest = (jnp.diag(left) + ratio * jnp.diag(right))[:, None]
 
-    of = two if ratio is None else one
+        def of(x: Array, v: Array) -> Array:
+            out = matmul(right.astype(x.dtype), v - jnp.asarray(ratio + pulled, x.dtype) * x)
+            return out + rest.astype(x.dtype) * x
+
     return [_written(of, x, v) for x, v in zip(xs, vs, strict=True)]
 
 
