@@ -1,8 +1,11 @@
 """Data larger than memory: batches gathered on the host by a thread, a chunk of steps ahead of the device."""
 
 import functools
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import equinox as eqx
@@ -121,13 +124,15 @@ class Feed:
         )  # one program: one shape
         self.block: Block | None = None
         self.start = self.end = step
+        self.loader = _Loader()
+        self.leave = weakref.finalize(self, self.loader.orders.put, None)
         self.coming = self._load(step)
 
     def at(self, step: int) -> Block:
         """The block that holds the batch of `step`."""
         if self.block is None or step >= self.end:
             self.block = None  # frees the old one before the new one is needed
-            arrays = self.coming.get()
+            arrays = self.coming.result()
             self.start, self.end = self.end, min(self.end + self.rows, self.last)
             self.batches.forget(self.start)
             self.block = Block(arrays, jnp.int32(self.start), self.stream.transform)
@@ -145,11 +150,12 @@ class Feed:
 
     def close(self) -> None:
         """Leave the thread behind; it ends with its block."""
-        self.coming.join(timeout=5.0)
+        self.leave()
+        self.loader.join(timeout=5.0)
 
-    def _load(self, step: int) -> "_Load":
+    def _load(self, step: int) -> Future:
         count = min(self.rows, self.last - step)
-        return _Load(lambda: self._blocked(step, count))
+        return self.loader.submit(lambda: self._blocked(step, count))
 
     def _blocked(self, step: int, count: int) -> PyTree:
         if count < 1:
@@ -168,26 +174,31 @@ class Feed:
             )
 
 
-class _Load(threading.Thread):
-    """One block under way. A daemon: a source that hangs must not keep the process alive."""
+class _Loader(threading.Thread):
+    """Does one piece of work after the other. A daemon: a source that hangs must not keep the process alive.
 
-    def __init__(self, work: Callable[[], PyTree]):
+    One thread for all blocks of a feed, since glibc would give each of many a heap of its own, and keep a block's memory in every one.
+    """
+
+    def __init__(self) -> None:
         super().__init__(daemon=True, name="particlax-stream")
-        self.work, self.result, self.error = work, None, None
+        self.orders: queue.SimpleQueue = queue.SimpleQueue()
         self.start()
 
-    def run(self) -> None:
-        try:
-            self.result = self.work()
-        except BaseException as error:
-            self.error = error
+    def submit(self, work: Callable[[], PyTree]) -> Future:
+        """What `work` will return or raise."""
+        found = Future()
+        self.orders.put((found, work))
+        return found
 
-    def get(self) -> PyTree:
-        """The block, when it is there."""
-        self.join()
-        if self.error is not None:
-            raise self.error
-        return self.result
+    def run(self) -> None:
+        while (order := self.orders.get()) is not None:
+            found, work = order
+            try:
+                found.set_result(work())
+            except BaseException as error:
+                found.set_exception(error)
+            del order, found, work  # a block must not outlive its use, nor a feed its run
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -3,6 +3,7 @@
 import itertools
 import sys
 import threading
+from concurrent.futures import wait
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +156,7 @@ class Rows:
     def __getitem__(self, rows):
         assert np.all(np.diff(rows) > 0)
         self.reads.append(len(rows))
-        self.threads.add(threading.current_thread().name)
+        self.threads.add(threading.current_thread())
         return self.values[rows]
 
 
@@ -164,18 +165,30 @@ def test_reads_blocks_of_rows_in_a_thread(arrays, small_blocks):
     result = go(FLOWS["sgld"], px.Stream(source, SIZE), 22)
     assert same(result.state, go(FLOWS["sgld"], px.Minibatches(arrays, SIZE), 22).state)
     assert source["x"].reads == [28, 28, 28, 28, 28, 14]  # never more than a block
-    assert source["x"].threads == {"particlax-stream"}
+    (thread,) = source["x"].threads  # one for all blocks
+    assert thread.name == "particlax-stream"
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def test_the_thread_ends_with_its_feed(arrays, small_blocks, key):
+    feed = Feed(px.Stream(Rows(arrays["x"]), SIZE), key, (0, 0, 100))
+    feed.at(0)
+    loader = feed.loader
+    del feed
+    loader.join(5.0)
+    assert not loader.is_alive()
 
 
 def test_the_next_block_is_read_while_this_one_is_used(arrays, small_blocks, key):
     source = Rows(arrays["x"])
     feed = Feed(px.Stream(source, SIZE), key, (0, 0, 100))
     feed.at(0)
-    feed.coming.join()
+    wait([feed.coming])
     assert len(source.reads) == 2
     assert feed.room(3) == 1
     feed.at(4)
-    feed.coming.join()
+    wait([feed.coming])
     assert len(source.reads) == 3
     feed.close()
 
