@@ -7,7 +7,7 @@ exchange. Nothing is taken to overlap, so these are upper bounds of a simple mod
 from typing import NamedTuple
 
 from benchmarks.exchange import expected
-from experiments import report
+from experiments import records, report
 
 GPUS = (1, 8, 64, 512)
 NODE = 8
@@ -16,12 +16,26 @@ NVLINK, INFINIBAND = 450e9, 50e9
 """Bytes a second into one GPU, within a node and from other nodes."""
 HOP = 10e-6
 """Seconds for a message to the next GPU, however short."""
-BANDWIDTH = 4e12
-"""Bytes a second of an H200's memory that passes over large arrays reach: assumed, of 4.8e12 rated."""
-PASSES = 12
-"""How often an SVGD step with Adam goes over particles, scores and moments: 2 for distances, 4 for the mixing, 6 for Adam."""
-GRADIENT_FLOPS, SUSTAINED = 6 * 4096, 4e14
-"""Assumed: 4096 examples a step, 6 operations for each and each parameter, at 40 % of an H200's bfloat16 peak."""
+EXAMPLES = 4096
+"""Examples of a step, each of which takes 6 operations for every parameter: forwards, and twice that backwards."""
+ADAM, PRODUCTS = 7, 6
+"""Adam reads direction, particles and two moments and writes three of them; operations for every pair and coordinate of an interaction: two for
+its distance, four for two products."""
+IMAGE = 6 * (32**2 * 27 * 64 + 16**2 * 576 * 128 + 8**2 * 1152 * 256 + 4096 * 1024 + 1024 * 10)
+"""Operations that a gradient of the CIFAR-10 network takes for an image."""
+
+
+class Rates(NamedTuple):
+    """What one GPU was measured to do."""
+
+    interacting: float
+    """Numbers of the cloud in a second, through the interaction of few particles."""
+    flops: float
+    """Float32 operations in a second."""
+    bytes: float
+    """To and from memory, in a second."""
+    learning: float
+    """Operations of networks' gradients in a second, products in bfloat16, all else of a step included."""
 
 
 class Step(NamedTuple):
@@ -67,12 +81,33 @@ def cloud(num: int, devices: int, steps: list[tuple[int, float]]) -> Step:
     return Step(compute, received, link(devices), 2 * (devices - 1) * HOP)
 
 
-def networks(num: int, dim: int, devices: int) -> Step:
+def rates(pairs: list[dict], interaction: list[dict], cifar: list[dict]) -> Rates | None:
+    """From the records of the studies of these names; None where one of them has none."""
+    wide = [
+        entry["config"]["M"] * entry["config"]["D"] / (entry["metrics"]["ms"] / 1e3)
+        for entry in pairs
+        if (entry["config"].get("part"), entry["metrics"]["path"]) == ("wide", "fused")
+    ]
+    limits = [e["machine"] for e in interaction if e["device"].startswith("gpu")]
+    steps = [
+        IMAGE * entry["config"]["particles"] * entry["config"]["batch"] / (entry["metrics"]["ms"] / 1e3)
+        for entry in cifar
+        if entry["config"]["method"] == "Adam"
+    ]  # fmt: skip
+    if not (wide and limits and steps):
+        return None
+    # Most records of CIFAR-10 are of processes that shared a GPU: the fastest had it alone.
+    return Rates(max(wide), limits[0]["flops"], limits[0]["bytes"], max(steps))
+
+
+def networks(num: int, dim: int, devices: int, gpu: Rates) -> Step:
     """SVGD of `num` networks, turned; above one network a GPU, each batch is divided and gradients are added up in the node."""
     parts = min(num, devices)
     each = devices // parts  # GPUs that share a network
-    gradient = num / parts * dim * GRADIENT_FLOPS / SUSTAINED / each
-    compute = gradient + PASSES * 4 * num * dim / parts / BANDWIDTH
+    share = num * dim / parts
+    gradient = share * 6 * EXAMPLES / gpu.learning / each
+    interaction = max(share / gpu.interacting, PRODUCTS * num * share / gpu.flops)
+    compute = gradient + interaction + ADAM * 4 * share / gpu.bytes
     received = expected("svgd", num, dim, parts)
     added = 2 * (each - 1) / each * 4 * dim / NVLINK  # the gradients of a network
     waiting = 4 * (parts - 1) * HOP + added
@@ -86,8 +121,9 @@ def clouds_table(found: list[dict]) -> report.Rows:
 
 
 def networks_table(found: list[dict]) -> report.Rows:
-    """64 networks of 1e8 parameters; the records are not needed."""
-    return _table([(n, networks(64, 10**8, n)) for n in GPUS])
+    """64 networks of 1e8 parameters."""
+    gpu = rates(found, records.read("interaction"), records.read("cifar"))
+    return _table([(n, networks(64, 10**8, n, gpu)) for n in GPUS] if gpu else [])
 
 
 def _table(steps: list[tuple[int, Step]]) -> report.Rows:
