@@ -126,7 +126,7 @@ def sqdist(x: PyTree, y: PyTree) -> Float[Array, "M N"]:
 
 
 def mean_square(x: PyTree) -> Float[Array, ""]:
-    """The mean of |x_i|^2 over the particles.
+    """The mean of |x_i|^2 over the particles; of few in many dimensions a number of that size (`skinny.distances`).
 
     >>> float(mean_square(jnp.array([[3.0, 4.0], [0.0, 0.0]])))
     12.5

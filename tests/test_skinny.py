@@ -20,7 +20,7 @@ def mode(request, monkeypatch):
     """The plain path, the same in many small pieces with a rest, and the kernels."""
     monkeypatch.setattr(gpu, "MODE", "interpret" if request.param == "interpret" else None)
     if request.param == "pieces":
-        for name, width in (("PAIRED", 300), ("SMALL", 700), ("LARGE", 900)):
+        for name, width in (("PAIRED", 300), ("SMALL", 700), ("LARGE", 900), ("COPIED", 0)):
             monkeypatch.setattr(skinny, name, width)
     return request.param
 
@@ -55,7 +55,49 @@ def test_distances_are_those_of_all_coordinates(num, dim, mode):
     assert relative(r2, truth) < 2e-6
     np.testing.assert_allclose(r2, np.asarray(r2).T, rtol=1e-6, atol=1e-4)
     assert np.all(np.diagonal(r2) <= 1e-4) and float(np.min(r2)) >= 0
-    assert relative(square, np.mean(np.sum(exact**2, 1))) < 2e-6
+    assert relative(square, size_of(exact, mode)) < 2e-6
+
+
+def size_of(points, mode):
+    """The mean of |x_i|^2; up to 20 particles on a CPU, |x_1|^2 and the mean of |x_i - x_1|^2."""
+    if mode == "interpret" or len(points) > direct.MOST:
+        return np.mean(np.sum(points**2, 1))
+    return np.sum(points[0] ** 2) + np.mean(np.sum((points - points[0]) ** 2, 1))
+
+
+@pytest.mark.parametrize(("dim", "runs"), [(8960, (56, 16)), (6656, (52, 16)), (9504, (54, 16)), (504, (63, 8)), (8192, (64, 16))])  # fmt: skip
+@pytest.mark.parametrize("num", [2, 3, 20])
+def test_runs_that_fill_a_leaf(num, dim, runs):
+    """Many runs side by side, in any number and width that fits, give the sums that a loop over pieces gives."""
+    x = jnp.asarray(cloud(num, dim, centre=30.0)[0])
+    assert skinny._runs(x.shape, 4) == runs
+    exact = np.asarray(x, float)
+    i, j = np.triu_indices(num, 1)
+    truth = np.sum((exact[i] - exact[j]) ** 2, 1)
+    np.testing.assert_allclose(skinny._in_runs(x, *runs), truth, rtol=1e-6)
+    np.testing.assert_allclose(skinny._in_turns(x), truth, rtol=1e-6)
+
+
+def test_runs_leave_no_remainder_and_take_little_memory():
+    assert skinny._runs((20, 8191), 4) is None
+    most = (
+        skinny.ROOM // (190 * 16 * 4) * 64 * 16
+    )  # 190 pairs have 16 lanes of 4 bytes for every 64 runs
+    assert skinny._runs((20, most), 4) == (64, 16)
+    assert skinny._runs((20, most + 64 * 16), 4) is None
+    assert skinny._runs((20, most), 8) is None
+    assert skinny._runs((3, most + 64 * 16), 4) == (64, 16)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 1023, 8191])
+def test_small_leaves_are_filled(dim, monkeypatch):
+    x = jnp.asarray(cloud(5, dim)[0])
+    exact = np.asarray(x, float)
+    i, j = np.triu_indices(5, 1)
+    truth = np.sum((exact[i] - exact[j]) ** 2, 1)
+    np.testing.assert_allclose(skinny._summed(x), truth, rtol=1e-6)
+    monkeypatch.setattr(skinny, "_in_turns", lambda x: pytest.fail("small leaves need no loop"))
+    np.testing.assert_allclose(skinny._summed(x), truth, rtol=1e-6)
 
 
 @pytest.mark.parametrize("centre", [0.0, 1.0, 300.0])
@@ -225,7 +267,7 @@ def test_interactions_of_networks(mode):
     ]
     assert relative(flat(px.diffusions.Blob()(cloud, None, ())[0].drift), blob) < 3e-5
     np.testing.assert_allclose(pairwise.sqdist(x, x), r2, rtol=2e-5, atol=1e-2)
-    np.testing.assert_allclose(pairwise.mean_square(x), np.mean(np.sum(points**2, 1)), rtol=1e-6)
+    np.testing.assert_allclose(pairwise.mean_square(x), size_of(points, mode), rtol=1e-6)
     np.testing.assert_allclose(
         pairwise.logsumexp(x, x, lambda r2: -r2 / h), np.log(mass), rtol=1e-4
     )
