@@ -284,9 +284,12 @@ def mixed(x: PyTree, values: PyTree | Pulled, how: Mixing) -> PyTree:
     xs, back = as_matrices(x)
     values, pull = values if isinstance(values, Pulled) else (values, None)
     vs = None if how.right is None else as_matrices(values)[0]
+    leaves = jax.tree.leaves(x)
+    own = [leaves[i].shape for i in alone(x)]
+    shapes = [*own, *[one.shape for one in xs[len(own) :]]]
 
     def moved(add: Any, xs: Blocks, vs: Blocks | None, how: Mixing) -> Blocks:
-        return skinny.mix(how.left, xs, how.right, vs, pull=pull, ratio=how.ratio)
+        return skinny.mix(how.left, xs, how.right, vs, pull=pull, ratio=how.ratio, shapes=shapes)
 
     return back(sharding.by_coordinates(moved, (xs, vs), same=(how,)))
 

@@ -6,6 +6,7 @@ up to 20 particles, all leaves in one launch, and those of `tensor` above. Cloud
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ COPIED = 1 << 20
 """Most bytes of a leaf that is copied to have runs without remainder."""
 LEAST = 1 << 13
 """Fewest coordinates for which a fused kernel pays."""
+
+Shapes = Sequence[tuple[int, ...]]
 
 
 def suits(num: int) -> bool:
@@ -66,10 +69,12 @@ def mix(
     *,
     pull: Any = None,
     ratio: Any = None,
+    shapes: Shapes = (),
 ) -> list[Float[Array, "M _"]]:
     """left @ (x - m) + right @ (v - pull * x) for every matrix, with m the mean over particles; what is not given is 0.
 
     `ratio` says that left is -ratio * right but for its diagonal, and that its rows add up to 0: one product may do for both.
+    `shapes` are those of the leaves that the matrices were made of, for whoever writes over these.
 
     >>> mix(jnp.eye(2), [jnp.array([[0.0], [2.0]])])[0].tolist()
     [[-1.0], [1.0]]
@@ -79,7 +84,8 @@ def mix(
     if right is not None and vs is not None:
         pull = None if pull is None else jnp.asarray(pull, xs[0].dtype)
         args += [right, [vs[i] for i in full], (pull, ratio)]
-    found = dict(zip(full, _choose(xs, "mix", _plain_mix, *args), strict=True))
+    plain = functools.partial(_plain_mix, shapes=[shapes[i] for i in full] if shapes else None)
+    found = dict(zip(full, _choose(xs, "mix", plain, *args), strict=True))
     return [found.get(i, x) for i, x in enumerate(xs)]
 
 
@@ -209,6 +215,8 @@ def _plain_mix(
     right: Array | None = None,
     vs: Blocks = (),
     factors: tuple[Array | None, Array | None] = (None, None),
+    *,
+    shapes: Shapes | None = None,
 ) -> list[Array]:
     """One product or two, of matrices that do the centring and the pull, so that next to nothing is made on the way.
 
@@ -222,15 +230,19 @@ def _plain_mix(
     if ratio is None:
         near = _turned(left - jnp.mean(left, 1, keepdims=True) - pulled * right)
         far = _turned(right)
-        of = lambda x, v: _times(near, x) + _times(far, v)
+        of = lambda shape, x, v: _times(near, x) + _times(far, v)
     else:  # right @ (v - (ratio + pull) x), and what is left of the diagonal
-        rest, far = (jnp.diag(left) + ratio * jnp.diag(right))[:, None], _turned(right)
+        rest, far = jnp.diag(left) + ratio * jnp.diag(right), _turned(right)
 
-        def of(x: Array, v: Array) -> Array:
+        def of(shape: tuple[int, ...], x: Array, v: Array) -> Array:
             out = _times(far, v - jnp.asarray(ratio + pulled, x.dtype) * x)
-            return out + rest.astype(x.dtype) * x
+            # In the leaf's own shape, or XLA for CPUs would not write new particles over the old ones.
+            shape = shape if math.prod(shape) == x.size else x.shape
+            own = rest.astype(x.dtype).reshape(-1, *[1] * (len(shape) - 1))
+            return (out.reshape(shape) + own * x.reshape(shape)).reshape(x.shape)
 
-    return [_written(of, x, v) for x, v in zip(xs, vs, strict=True)]
+    todo = zip(shapes or [x.shape for x in xs], xs, vs, strict=True)
+    return [_written(functools.partial(of, shape), x, v) for shape, x, v in todo]
 
 
 def _turned(matrix: Array) -> Array:
