@@ -26,7 +26,7 @@ PAIRED, SMALL, LARGE = 512, 4096, 16384
 """Coordinates at a time on a CPU: of all pairs, of up to 8 particles, and of more."""
 TOGETHER = 8
 """How many pieces of coordinates all pairs take in one go."""
-LANES, RUNS, ROOM = (16, 8), range(64, 19, -1), 1 << 25
+LANES, RUNS, ROOM = (16, 8), range(40, 19, -1), 1 << 25
 """On a CPU: lanes of a run and runs of a piece, in this order, where they fill a leaf without remainder; and most bytes for the sums that pieces leave."""
 WHOLE = 1 << 27
 """Bytes up to which a leaf is mixed at once on a CPU: faster than in pieces, for two arrays of its size on the way."""
@@ -191,7 +191,7 @@ def _in_turns(x: Array) -> Array:
     return sums + jnp.sum(jnp.square(x[i, -rest:] - x[j, -rest:]), 1) if rest else sums
 
 
-_paired = gpu.differentiable(_by_pairs, _by_products)
+_paired = gpu.differentiable(gpu.once(_by_pairs), _by_products)
 
 
 def _plain_gram(x: Array) -> Array:

@@ -67,6 +67,7 @@ def test_few_particles_in_many_dimensions_are_not_copied(scores, monkeypatch):
     """Pieces of some thousand coordinates, and matrices of 20 x 20."""
     for name in ("WHOLE", "ROOM"):  # as if the cloud were larger
         monkeypatch.setattr(skinny, name, 0)
+    jax.clear_caches()
 
     def both(r2):
         value = jnp.exp(-r2)
