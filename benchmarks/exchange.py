@@ -1,11 +1,14 @@
 """What the devices of a mesh exchange in a step: read from the compiled program, beside the formulas of docs/scale.
 
-python -m experiments run exchange                         # 8 virtual devices of a CPU, a minute
-python -m experiments run exchange --devices=4 --record=four
+python -m experiments run exchange                       # 2, 4 and 8 virtual devices of a CPU, some minutes
+python -m experiments run exchange --devices=16 --record=sixteen
+
+Particles are so many on each device: a step of weak scaling.
 """
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -97,8 +100,9 @@ def expected(
         gram = 2 * num * num * width
         return share * (turns * cloud / devices + gram + (vector if name == "w_sgld_b" else 0))
     gathered = {"svgd": 2, "w_sgld": 1, "w_sgld_b": 1, "pi_sgld": 2, "calibrated": 2}[name]
-    if ring:  # every sum has a round of its own
+    if ring:  # every sum has a round of its own; between two devices it is one hop, which sums over the same cloud share
         gathered = {"svgd": 2, "w_sgld": 1, "w_sgld_b": 2, "pi_sgld": 3, "calibrated": 4}[name]
+        gathered -= devices == 2 and name in ("w_sgld_b", "pi_sgld", "calibrated")
     masses = vector if name in ("w_sgld_b", "calibrated") else 0
     factors = min(cloud, devices * dim * dim * width if cloud > sharding.FACTOR_BYTES else cloud)
     factors = factors if name == "calibrated" else 0
@@ -107,29 +111,32 @@ def expected(
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings of the comparison: by way, particles and dimensions."""
+    """Settings of the comparison: on each device so many particles in two and more dimensions, or so many networks."""
 
-    devices: int = 8
+    devices: tuple[int, ...] = (2, 4, 8)
     ways: tuple[str, ...] = ("gather", "ring", "turned")
-    cloud: tuple[int, int] = (4096, 2)
-    few: tuple[int, int] = (32, 8192)
+    each: tuple[int, ...] = (512, 1024)
+    dims: tuple[int, ...] = (2, 8)
+    few: int = 4
+    wide: tuple[int, ...] = (8192, 16384)
     samplers: tuple[str, ...] = tuple(algorithms.__all__)
     seeds: int = 1
 
 
 def runs(c: Config) -> Iterator[Run]:
-    """One for each way; its evaluations are the samplers."""
+    """One for each way and number of devices; its evaluations are sizes and samplers."""
     for way in c.ways:
-        num, dim = c.few if way == "turned" else c.cloud
-        settings = {"devices": c.devices, "way": way, "M": num, "D": dim}
-        yield Run(settings, 0, functools.partial(evaluated, settings, c.samplers))
+        clouds = [(num, c.dims[0]) for num in c.each] + [(c.each[0], dim) for dim in c.dims[1:]]
+        for devices in c.devices:
+            sizes = [(c.few, dim) for dim in c.wide] if way == "turned" else clouds
+            settings = {"devices": devices, "way": way, "sizes": [[n * devices, d] for n, d in sizes]}  # fmt: skip
+            yield Run(settings, 0, functools.partial(evaluated, settings, c.samplers))
 
 
 def evaluated(settings: dict[str, Any], samplers: tuple[str, ...]) -> Iterator[Evaluation]:
     """In a process of its own, which has the devices."""
     began = time.perf_counter()
-    words = [str(settings[name]) for name in ("devices", "way", "M", "D")]
-    command = [sys.executable, "-m", "benchmarks.exchange", *words, ",".join(samplers)]
+    command = [sys.executable, "-m", "benchmarks.exchange", json.dumps(settings), ",".join(samplers)]  # fmt: skip
     # Collectives on the CPU are those of the same program elsewhere.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -139,32 +146,52 @@ def evaluated(settings: dict[str, Any], samplers: tuple[str, ...]) -> Iterator[E
         yield Evaluation(row, time.perf_counter() - began)
 
 
-def rows(devices: int, way: str, num: int, dim: int, samplers: list[str]) -> list[dict[str, Any]]:
-    """Sampler, bytes by the formula, bytes of the compiled program."""
+def rows(devices: int, way: str, sizes: list[list[int]], samplers: list[str]) -> list[dict]:
+    """Size, sampler, bytes by the formula, bytes of the compiled program."""
     mesh = jax.make_mesh((devices,), (placement.AXIS,))
     target = px.Target(lambda x: -0.5 * jnp.sum(x**2))
     sharding.GATHER_BYTES = 0 if way == "ring" else 1 << 26
     found = []
-    for name in samplers:
+    for (num, dim), name in itertools.product(sizes, samplers):
         if name == "calibrated" and num < dim + 2:
             continue
         stepping = {"step_size": 0.01} if name in ("sgld", "sghmc", "calibrated") else {"optimizer": optax.adam(0.01)}  # fmt: skip
         flow = getattr(algorithms, name)(target, **stepping)
         cloud = px.particles.normal(jax.random.key(0), num, like=jnp.zeros(dim))
         sent = in_a_step(flow, cloud, mesh)
-        row = {"sampler": name, "kinds": ", ".join(sorted({m.kind for m in sent})) or "none"}
+        row = {"M": num, "D": dim, "sampler": name}
+        row |= {"kinds": ", ".join(sorted({m.kind for m in sent})) or "none"}
         row |= {"formula": expected(name, num, dim, devices, ring=way == "ring")}
         found.append(row | {"program": sum(m.received(devices) for m in sent)})
     return found
 
 
 def table(found: list[dict]) -> report.Rows:
-    """By sampler and way: bytes that one device receives, by the formula and in the program."""
+    """By sampler and way, of the most devices and the first size: bytes that one device receives, by the formula and in the program."""
     head = ["sampler", "M, D", "devices", "way", "formula", "program", "collectives"]
+    most = max((entry["config"]["devices"] for entry in found), default=0)
     lines = [
-        [f"`{m['sampler']}`", f"{c['M']}, {c['D']}", str(c["devices"]), c["way"], f"{m['formula']:.0f}", f"{m['program']:.0f}", m["kinds"]]
+        [f"`{m['sampler']}`", f"{m['M']:.0f}, {m['D']:.0f}", str(c["devices"]), c["way"], f"{m['formula']:.0f}", f"{m['program']:.0f}", m["kinds"]]
         for c, m in ((entry["config"], entry["metrics"]) for entry in found)
+        if c["devices"] == most and [m["M"], m["D"]] == c["sizes"][0]
     ]  # fmt: skip
+    return [head, *lines]
+
+
+def sizes_table(found: list[dict]) -> report.Rows:
+    """By way, size and number of devices: the bytes of SVGD, and how far any sampler's are from its formula."""
+    head = ["way", "M on each device", "D", "devices", "SVGD, formula", "SVGD, program", "largest difference of any sampler"]  # fmt: skip
+    groups: dict[tuple, list[dict]] = {}
+    for entry in found:
+        c, m = entry["config"], entry["metrics"]
+        group = (c["way"], int(m["M"]) // c["devices"], int(m["D"]), c["devices"])
+        groups.setdefault(group, []).append(m)
+    lines = []
+    for (way, each, dim, devices), some in sorted(groups.items()):
+        svgd = next((m for m in some if m["sampler"] == "svgd"), None)
+        apart = max(abs(m["program"] - m["formula"]) / m["formula"] if m["formula"] else m["program"] for m in some)  # fmt: skip
+        both = [f"{svgd[key]:.0f}" for key in ("formula", "program")] if svgd else ["-", "-"]
+        lines.append([way, str(each), str(dim), str(devices), *both, f"{apart:.2%}"])
     return [head, *lines]
 
 
@@ -172,15 +199,18 @@ STUDY = Study(
     name="exchange",
     title="What the devices of a mesh exchange in a step",
     paper="",
-    takes="a minute",
+    takes="5 minutes",
     config=Config,
     runs=runs,
-    tables={"exchange": Table("Bytes that one device receives in a step", table)},
-    smoke={"devices": 2, "ways": ("gather",), "cloud": (32, 2), "samplers": ("sgld", "svgd")},
-)
+    tables={
+        "exchange": Table("Bytes that one device receives in a step", table),
+        "exchange-sizes": Table("The same against particles, dimensions and devices", sizes_table),
+    },
+    smoke={"devices": (2,), "ways": ("gather",), "each": (16,), "dims": (2,), "samplers": ("sgld", "svgd")},
+)  # fmt: skip
 
 
 if __name__ == "__main__":
-    count, way, num, dim = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    jax.config.update("jax_num_cpu_devices", count)
-    print(json.dumps(rows(count, way, num, dim, sys.argv[5].split(","))))
+    given = json.loads(sys.argv[1])
+    jax.config.update("jax_num_cpu_devices", given["devices"])
+    print(json.dumps(rows(**given, samplers=sys.argv[2].split(","))))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from benchmarks import scale
+from benchmarks import exchange, scale
 from experiments import records
 
 RECORDS = [
@@ -23,6 +23,25 @@ def test_a_cloud_on_64_gpus():
     np.testing.assert_allclose(step.compute, 1e-4 + 0.5 / 4 / 64)
     received = 63 / 64 * (2 * 2**19 + 1024) * 2 * 4
     np.testing.assert_allclose(step.exchange, received / 50e9 + 126 * 10e-6)
+
+
+def test_rings_of_two_devices_share_their_hop():
+    """Half of the cloud once for the masses and once for the force, or once for both; and half of the masses."""
+    cloud, masses = 400 * 3 * 4, 400 * 4
+    by = lambda devices: exchange.expected("w_sgld_b", 400, 3, devices, ring=True)
+    assert by(2) == (cloud + masses) / 2
+    assert by(4) == 3 / 4 * (2 * cloud + masses)
+
+
+def test_sizes_stand_beside_the_formulas():
+    """The largest difference is that of the sampler farthest off; what should send nothing counts by its bytes."""
+    config = {"devices": 4, "way": "ring", "sizes": [[400, 3]]}
+    sent = (("sgld", 0.0, 0.0), ("svgd", 100.0, 101.0), ("w_sgld", 200.0, 190.0))
+    found = [
+        {"config": config, "metrics": {"M": 400.0, "D": 3.0, "sampler": name, "formula": formula, "program": program}}
+        for name, formula, program in sent
+    ]  # fmt: skip
+    assert exchange.sizes_table(found)[1:] == [["ring", "100", "3", "4", "100", "101", "5.00%"]]
 
 
 GPU = scale.Rates(interacting=2e11, flops=5e13, bytes=4e12, learning=1e14)
