@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from particlax.checks import Part, whole
 from particlax.errors import CheckpointError, OptionError, expect, known_options
+from particlax.fingerprint import SHOWN
 from particlax.flow import Flow, State
 from particlax.folder import DamagedError, Folder
 from particlax.store import read
@@ -124,6 +125,7 @@ def load(
     With the flow, and particles as the run was started from (only their structure counts), `state` is complete: to go on
     from, or for `px.predictive`. Nothing in the folder is changed, so it may be read while its run goes on.
     """
+    expect("folder", folder, (str, os.PathLike), "'runs/first'")
     place = Folder(folder)
     if not place.steps():
         raise CheckpointError(
@@ -133,10 +135,28 @@ def load(
         raise OptionError(
             "load got one of flow and particles; expected both, or neither for plain arrays"
         )
+    if flow is not None:
+        expect("flow", flow, Flow, "px.svgd(target, step_size=0.1)")
+    for _ in range(TRIES):
+        there = place.steps()
+        try:
+            return _loaded(place, step, flow, particles)
+        except Exception:
+            if place.steps() == there:
+                raise
+    return _loaded(place, step, flow, particles)
+
+
+TRIES = 5
+"""How often a folder is read again whose run has removed or added a checkpoint meanwhile."""
+
+
+def _loaded(
+    place: Folder, step: int | str | None, flow: Flow | None, particles: PyTree | State
+) -> Checkpoint:
     step, manifest = _chosen(place, step)
     like = None
     if flow is not None:
-        expect("flow", flow, Flow, "px.svgd(target, step_size=0.1)")
         like = _like(flow, particles)
         refuse_misfit(place.path, manifest, like)
     leaves = read(place, step, manifest["leaves"], None if like is None else jax.tree.leaves(like))
@@ -187,11 +207,17 @@ def refuse_misfit(path: Any, manifest: dict[str, Any], like: PyTree) -> None:
     saved = [(entry["shape"], entry["dtype"]) for entry in manifest["leaves"] if "key" not in entry]
     plain = [leaf for _, leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     if len(leaves) != len(manifest["leaves"]) or [shape(leaf) for leaf in plain] != saved:
-        wanted = {jax.tree_util.keystr(p): f"{leaf.dtype}{list(leaf.shape)}" for p, leaf in leaves}
+        name = lambda p: jax.tree_util.keystr(p, simple=True, separator=".")
+        wanted = [f"{name(p)} {leaf.dtype}{list(leaf.shape)}" for p, leaf in leaves]
         found = [f"{entry['dtype']}{entry['shape']}" for entry in manifest["leaves"]]
+        # Those that differ, if the others can be paired; or all, up to a number.
+        pairs = [(w, f) for w, f in zip(wanted, found, strict=False) if not w.endswith(f" {f}")]
+        if len(wanted) == len(found) and pairs:
+            wanted, found = (list(some) for some in zip(*pairs, strict=True))
+        short = lambda some: ", ".join(some[:SHOWN]) + (", ..." if len(some) > SHOWN else "")
         raise CheckpointError(
-            f"the arrays in {path} do not fit this flow: found {', '.join(found)}; expected "
-            f"{', '.join(f'{name[1:]} {what}' for name, what in wanted.items())}. Use the flow and the number of particles of that run"
+            f"the arrays in {path} do not fit this flow: found {short(found)}; expected {short(wanted)}. Use the flow and the number "
+            "of particles of that run (and its setting of jax_enable_x64)"
         )
 
 

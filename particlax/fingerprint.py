@@ -1,13 +1,15 @@
 """What a run consists of, as readable text: two runs are the same if their descriptions are.
 
 A description maps places ("flow.integrator.step_size") to texts ("0.05"). Functions are described by name, by the numbers and the
-names in their code and by what they close over, so that `optax.adam(0.1)` and `optax.adam(0.2)` differ; objects of one's own classes by
+names in their code, by what they close over and by the numbers, arrays and functions of one's own that their global names stand for, so that `optax.adam(0.1)` and `optax.adam(0.2)` differ; objects of one's own classes by
 their fields and methods.
 """
 
 import dataclasses
+import dis
 import functools
 import hashlib
+import sysconfig
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +27,11 @@ from particlax.streams import Stream
 
 DEEPEST = 30
 HASHED_BYTES = 1 << 24
-"""Larger arrays are described by shape and dtype alone."""
+"""Larger arrays are described by shape and dtype alone, or as data by some of their rows."""
+SAMPLED = 256
+"""Rows that stand for data of more bytes."""
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+"""Where functions lie that nobody changes between two runs."""
 LIBRARIES = {"equinox", "flax", "jax", "numpy", "optax", "particlax"}
 """Whose functions are known by their name; their versions are compared where it matters."""
 SHOWN = 12
@@ -78,21 +84,29 @@ def _describe_data(data: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     arrays = data
     if isinstance(data, (Minibatches, Stream)):
-        arrays = _rows(data)
+        ready = isinstance(data, Stream) and data.ready_made
+        arrays = None if ready else data.arrays if isinstance(data, Minibatches) else data.source
         size = "as they come" if data.batch_size is None else str(data.batch_size)
         found |= {"data.rows": str(data.num_data), "data.batch size": size}
         found |= describe("data.transform", data.transform)
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        found[f"data{jax.tree_util.keystr(path)}"] = shape_of(leaf)
+        found[f"data{jax.tree_util.keystr(path)}"] = _content(leaf)
     return found
 
 
-def _rows(data: Minibatches | Stream) -> Any:
-    if isinstance(data, Stream) and data.ready_made:
-        return None
-    arrays = data.arrays if isinstance(data, Minibatches) else data.source
-    dtype = lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype(leaf)), arrays)
+def _content(leaf: Any) -> str:
+    """An array of data by shape, dtype on the device and a hash: of all its rows, or of some that are spread over it."""
+    shaped = all(hasattr(leaf, name) for name in ("shape", "dtype", "__getitem__"))
+    elsewhere = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    if not shaped or not leaf.shape or elsewhere:
+        return shape_of(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _array(leaf)
+    dtype, num = jax.dtypes.canonicalize_dtype(leaf.dtype), leaf.shape[0]
+    size = int(np.prod(leaf.shape)) * dtype.itemsize
+    some = np.unique(np.linspace(0, num - 1, SAMPLED).astype(int)) if num else np.zeros(0, int)
+    rows = np.asarray(leaf[:] if size <= HASHED_BYTES else leaf[some]).astype(dtype)
+    return f"{dtype}[{','.join(map(str, leaf.shape))}] #{_hash(rows)}"
 
 
 def describe(place: str, value: Any) -> dict[str, str]:
@@ -194,6 +208,18 @@ def _method(value: types.MethodType) -> tuple[str, dict[str, Any]]:
     return value.__func__.__qualname__, {".self": value.__self__, ".function": value.__func__}
 
 
+GLOBALS = (bool, int, float, complex, np.ndarray, np.generic, jax.Array)
+"""What is compared of the global names that a function uses, beside functions: other objects may hold anything."""
+
+
+def _own_function(value: Any) -> bool:
+    """Whether it is a function of the user's, perhaps compiled by `jax.jit`."""
+    function = getattr(value, "__wrapped__", value)
+    if not isinstance(function, types.FunctionType) or _library(function.__module__):
+        return False
+    return not function.__code__.co_filename.startswith(("<frozen", *INSTALLED))
+
+
 def _function(function: types.FunctionType) -> tuple[str, dict[str, Any]]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     inside: dict[str, Any] = {
@@ -206,9 +232,10 @@ def _function(function: types.FunctionType) -> tuple[str, dict[str, Any]]:
     if not _library(function.__module__):
         inside[".numbers"] = _numbers(function.__code__)
         inside[".names"] = " ".join(_names(function.__code__))
-        for name in function.__code__.co_names:
-            if isinstance(function.__globals__.get(name), (bool, int, float, complex)):
-                inside[f".{name}"] = function.__globals__[name]
+        for name in _globals(function.__code__):
+            value = function.__globals__.get(name)
+            if isinstance(value, GLOBALS) or _own_function(value):
+                inside[f".{name}"] = value
     return function.__qualname__, inside
 
 
@@ -231,20 +258,36 @@ def _filled(cell: Any) -> bool:
 
 
 def _numbers(code: types.CodeType) -> tuple[Any, ...]:
-    """The numbers in a function's code and in the functions within it."""
+    """The numbers in a function's code, those of its tuples and of the functions within it."""
     found: list[Any] = []
-    for constant in code.co_consts:
+
+    def note(constant: Any) -> None:
         if isinstance(constant, (bool, int, float, complex)):
             found.append(constant)
+        elif isinstance(constant, tuple):  # [1.0, 2.0, 3.0] is one, too
+            for one in constant:
+                note(one)
         elif isinstance(constant, types.CodeType):
-            found += _numbers(constant)
+            found.extend(_numbers(constant))
+
+    for constant in code.co_consts:
+        note(constant)
     return tuple(found)
+
+
+def _inner(code: types.CodeType) -> list[types.CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
 def _names(code: types.CodeType) -> list[str]:
     """The global names and attributes that a function's code uses, and those of the functions within it."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return [*code.co_names, *[name for one in inner for name in _names(one)]]
+    return [*code.co_names, *[name for one in _inner(code) for name in _names(one)]]
+
+
+def _globals(code: types.CodeType) -> list[str]:
+    """The global names alone, in order."""
+    own = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    return sorted(own.union(*[_globals(one) for one in _inner(code)]))
 
 
 def _array(value: Any) -> str:
@@ -255,5 +298,8 @@ def _array(value: Any) -> str:
     plain = np.asarray(value)
     if plain.ndim == 0:
         return f"{plain.dtype} {plain[()]}"
-    digest = hashlib.sha256(np.ascontiguousarray(plain).tobytes()).hexdigest()[:8]
-    return f"{shape_of(value)} #{digest}"
+    return f"{shape_of(value)} #{_hash(plain)}"
+
+
+def _hash(plain: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(plain).tobytes()).hexdigest()[:8]

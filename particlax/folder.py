@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ class Folder:
     """Checkpoints by step number in the folder `path`."""
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
+        # Absolute: the program may change its working directory.
+        self.path = Path(path).expanduser().absolute()
         self._lock: Any = None
 
     def home(self, step: int) -> Path:
@@ -77,6 +79,7 @@ class Folder:
         self._lock.truncate(0)
         self._lock.write(f"{holder}\n")
         self._lock.flush()
+        _LOCKED.add(self)
         self._sweep()
         return holder
 
@@ -106,7 +109,7 @@ class Folder:
     def _sweep(self) -> None:
         """Remove what was never completed."""
         for path in self.path.glob("unfinished-*"):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
 
     # What is complete
 
@@ -117,7 +120,7 @@ class Folder:
     def begin(self, step: int) -> Path:
         """A fresh place to write the checkpoint of a step to."""
         place = self.unfinished(step)
-        shutil.rmtree(place, ignore_errors=True)
+        _remove(place)
         place.mkdir()
         return place
 
@@ -145,9 +148,9 @@ class Folder:
             if step not in keep:
                 # Renamed first: a half-removed one must not look damaged.
                 gone = self.unfinished(step)
-                shutil.rmtree(gone, ignore_errors=True)
+                _remove(gone)
                 self.home(step).rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                _remove(gone)
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that its step can be saved again."""
@@ -192,6 +195,29 @@ class Folder:
                 f"by particlax {body.get('versions', {}).get('particlax', '?')}; use that one, or another folder"
             )
         return body
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder or a file, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+_LOCKED: weakref.WeakSet[Folder] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: a lock lives as long as any process has it open."""
+    for folder in _LOCKED:
+        if folder._lock is not None:
+            folder._lock.close()
+            folder._lock = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _files(place: Path) -> list[Path]:

@@ -168,11 +168,11 @@ def run(
     saver = NoSaver(layout) if saving is None else Saver(saving, layout)
     team = Team() if layout is None else layout.team
     with saver, team.noticing(saver.again):
-        begun = saver.begin(lambda: describe_run(flow, state, data, key), state, first + steps)
+        config = lambda: describe_run(flow, state, data, key)
+        # An observer had ended the run: without observers nobody is left who would stop it again.
+        begun = saver.begin(config, state, first + steps, watched=bool(watching))
         steady = saving is not None and saving.repeatable and programs.chooses(state)
         task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite, steady, layout)  # fmt: skip
-        # An observer had ended the run: without observers nobody is left who would stop it again.
-        begun = begun._replace(stopped=begun.stopped and bool(watching))
         with task.source(begun, data), Bar(steps, progress, int(begun.state.step) - first) as bar:
             return task.run(begun, saver, bar)
 
@@ -229,7 +229,7 @@ class _Task:
             self.data = placement.replicated(self.layout, data)
             yield
             return
-        if self.steps == 0:  # there is no first batch to look at
+        if begun.stopped or int(begun.state.step) >= self.last:  # there is no batch to come
             yield
             return
         span = (self.first, int(begun.state.step), self.last)

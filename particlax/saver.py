@@ -65,7 +65,7 @@ class NoSaver:
     def __exit__(self, *error: Any) -> None:
         """Nothing is open."""
 
-    def begin(self, config: Any, state: State, last: int) -> Begun:
+    def begin(self, config: Any, state: State, last: int, *, watched: bool) -> Begun:
         """The beginning, always."""
         return fresh(state, self.layout)
 
@@ -97,7 +97,7 @@ class Saver:
         self.steps = 0 if timed else int(options.every)
         self.interval = seconds(str(options.every)) if timed else np.inf
         self.store: Store | None = None
-        self.saved = -1
+        self.saved = self.last = -1
         self.config: dict[str, str] = {}
         self.known: dict[int, float] = {}
 
@@ -131,15 +131,25 @@ class Saver:
             self.folder.unlock()
             self.signals.stop()
         if error is None and self.signals.came is not None:
-            signal.raise_signal(
-                self.signals.came
-            )  # it came too late to end the run, not to be heard
+            self._heard(self.signals.came)
+
+    def _heard(self, came: int) -> None:
+        """Answer a signal that came too late to end the run."""
+        if came == signal.SIGTERM and signal.getsignal(came) == signal.SIG_DFL:
+            self._say(f"told to end (SIGTERM): the run is finished and saved: {self._last()}")
+            raise SystemExit(EXIT_SAVED)
+        signal.raise_signal(came)
 
     # Going on
 
-    def begin(self, config: Callable[[], dict[str, str]], state: State, last: int) -> Begun:
-        """The state of the last good checkpoint, or `state`, the beginning, if there is none."""
-        self.config, begun = config(), fresh(state, self.layout)
+    def begin(
+        self, config: Callable[[], dict[str, str]], state: State, last: int, *, watched: bool
+    ) -> Begun:
+        """The state of the last good checkpoint, or `state`, the beginning, if there is none.
+
+        A run that an observer has ended goes on if it is asked for more steps than before, or if nobody watches.
+        """
+        self.config, begun, self.last = config(), fresh(state, self.layout), last
         step = self.team.by_first(self._newest)
         if step is None:
             return begun
@@ -151,15 +161,30 @@ class Saver:
         tree = copy(jax.tree.unflatten(jax.tree.structure(like), leaves))
         tree["state"] = placement.put(self.layout, tree["state"])  # leaves without elements, too
         self.team.by_first(lambda: self._set_aside_after(step))
-        self.saved, self.known = step, values(self.folder)
+        self.saved = step
+        if self.options.best is not None:
+            self.known = self.team.by_first(self._good_values)
         replaced = [Replaced(*entry) for entry in manifest["replaced"]]
-        ended = step >= last or manifest["stopped"]
+        stopped = manifest["stopped"] and watched and last <= manifest.get("last", last)
+        ended = step >= last or stopped
         verb = "finished" if ended else "resuming"
         where = f"{':' if ended else ' from'} {self.folder.home(step)}"
         self._say(f"{verb} at step {step} of {last}{where}")
-        return Begun(
-            tree["state"], tree["log_density"], replaced, manifest["position"], manifest["stopped"]
-        )
+        return Begun(tree["state"], tree["log_density"], replaced, manifest["position"], stopped)
+
+    def _good_values(self) -> dict[int, float]:
+        """What `best` gave, by step, after the best of all was seen to be whole: another takes the place of a damaged one."""
+        known = values(self.folder)
+        while known:
+            best = max(known, key=lambda old: (known[old], old))
+            try:
+                self.folder.verify(best)
+                return known
+            except DamagedError as damage:
+                self._say(f"{self.folder.home(best)}, the best so far, is damaged: {damage}")
+                self.folder.set_aside(best)
+                del known[best]
+        return known
 
     def _newest(self) -> int | None:
         return newest_good(self.folder)[0] if self.folder.steps() else None
@@ -238,6 +263,7 @@ class Saver:
             "replaced": [list(entry) for entry in begun.replaced],
             "position": begun.position,
             "stopped": begun.stopped,
+            "last": self.last,
         }
         # A copy: the run donates the state's buffers while they are still being written.
         tree = copy({"log_density": begun.log_density, "state": begun.state})
@@ -330,7 +356,8 @@ class _Signals:
     def _note(self, number: int, frame: Any) -> None:
         if self.came == number == signal.SIGINT:
             signal.default_int_handler(number, frame)
-        self.came = number
+        if self.came != signal.SIGTERM:  # whoever said that waits for its exit code
+            self.came = number
 
 
 def _versions() -> dict[str, str]:

@@ -1,8 +1,10 @@
 """Data larger than memory: batches gathered on the host by a thread, a chunk of steps ahead of the device."""
 
+import copy
 import functools
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -28,6 +30,8 @@ STREAM_BYTES = 1 << 26
 """Size of the batches that go to the device at once; two such blocks are in memory, one in use and one to come."""
 LONGEST = 4096
 """Most steps of one block."""
+WAIT_SECONDS = 0.5
+"""How long batches that come ready-made are waited for before those that have come are used."""
 
 
 class Stream:
@@ -132,8 +136,8 @@ class Feed:
         """The block that holds the batch of `step`."""
         if self.block is None or step >= self.end:
             self.block = None  # frees the old one before the new one is needed
-            arrays = self.coming.result()
-            self.start, self.end = self.end, min(self.end + self.rows, self.last)
+            arrays, taken = self.coming.result()
+            self.start, self.end = self.end, self.end + taken
             self.batches.forget(self.start)
             self.block = Block(arrays, jnp.int32(self.start), self.stream.transform)
             self.coming = self._load(self.end)
@@ -157,21 +161,20 @@ class Feed:
         count = min(self.rows, self.last - step)
         return self.loader.submit(lambda: self._blocked(step, count))
 
-    def _blocked(self, step: int, count: int) -> PyTree:
+    def _blocked(self, step: int, count: int) -> tuple[PyTree, int]:
+        """The batches from `step` on, and how many: `count`, or fewer if they are slow to come."""
         if count < 1:
-            return None
+            return None, 0
         with jax.enable_x64(self.x64):
             rows = None if self.shares is None else self.shares.rows
             stacked = self.batches.stack(step, count, rows)
             _refuse_bad_numbers(stacked, step)
+            count = len(jax.tree.leaves(stacked)[0])
             fill = lambda leaf: np.zeros((self.rows - count, *leaf.shape[1:]), leaf.dtype)
             full = jax.tree.map(lambda leaf: np.concatenate([leaf, fill(leaf)]), stacked)
             full = full if count < self.rows else stacked
-            return (
-                jax.device_put(full)
-                if self.shares is None
-                else jax.tree.map(self.shares.spread, full)
-            )
+            spread = jax.device_put if self.shares is None else self.shares.spread
+            return jax.tree.map(spread, full), count
 
 
 class _Loader(threading.Thread):
@@ -272,11 +275,13 @@ class _Ready:
                 "or give px.Stream a function of the step number"
             )
         self.places: dict[int, Any] = {step: self._place()}
+        self.error: Exception | None = None
         self.first = self._next(step)
         self.step = step
 
     def _place(self) -> Any:
-        return self.iterator.get_state() if self.tells else None  # pyright: ignore
+        # A copy: what an iterator tells may be what it goes on counting with.
+        return copy.deepcopy(self.iterator.get_state()) if self.tells else None  # pyright: ignore
 
     def _next(self, step: int) -> PyTree:
         try:
@@ -286,7 +291,7 @@ class _Ready:
                 f"the stream ended before the batch of step {step}; expected one for every step. Repeat the data, or take "
                 "fewer steps"
             ) from None
-        return jax.tree.map(lambda a: np.asarray(a).astype(_dtype(a), copy=False), batch)
+        return jax.tree.map(lambda a: np.array(a, _dtype(a)), batch)  # readers reuse their buffers
 
     def example(self) -> PyTree:
         """The first batch."""
@@ -295,19 +300,39 @@ class _Ready:
         return self.first
 
     def stack(self, step: int, count: int, places: np.ndarray | None) -> PyTree:
-        """The batches of `count` steps, stacked: all of them, or their rows at some places."""
-        batches = []
+        """The batches of `count` steps, stacked, or fewer: an error counts when it is its batch's turn, and steps need not wait for all.
+
+        All of them, or their rows at some places.
+        """
+        batches, until = [], time.monotonic() + WAIT_SECONDS
         for now in range(step, step + count):
+            if batches and (self.error or time.monotonic() > until):
+                break
+            batch = self._checked(now, wait=not batches)
+            if batch is None:
+                break
+            own = lambda leaf: leaf if places is None else leaf[places]
+            batches.append(jax.tree.map(own, batch))
+            self.places[now + 1] = self._place()
+        return jax.tree.map(lambda *parts: np.stack(parts), *batches)
+
+    def _checked(self, now: int, *, wait: bool) -> PyTree:
+        """The batch of a step; its error is raised if nothing came before it, and otherwise kept for the next time."""
+        try:
+            if self.error:
+                raise self.error
             batch = self.first if now == self.step else self._next(now)
             if _shapes(batch) != self.shape:
                 raise DataError(
                     f"the batch of step {now} has {_shapes(batch)[1]} but the first had {self.shape[1]}; expected batches of one "
                     "shape. Drop the remainder of an epoch"
                 )
-            own = lambda leaf: leaf if places is None else leaf[places]
-            batches.append(jax.tree.map(own, batch))
-            self.places[now + 1] = self._place()
-        return jax.tree.map(lambda *parts: np.stack(parts), *batches)
+            return batch
+        except Exception as error:
+            self.error = error
+            if wait:
+                raise
+            return None
 
     def position(self, step: int) -> Any:
         """Where the iterator was before the batch of `step`."""

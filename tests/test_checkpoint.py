@@ -206,6 +206,18 @@ def test_stopped_by_an_observer(tmp_path):
     assert same(go(flow, **saved).state, go(flow).state)  # without the observer it goes on
 
 
+def test_more_steps_go_on_after_an_observer_has_stopped(tmp_path, capsys):
+    flow, saved = FLOWS["sgld"], {"checkpoint": tmp_path / "run", "every": 100}
+    stop, look = (lambda s: int(s.state.step) >= 6), (lambda s: False)
+    go(flow, observers=stop, observe_every=3, **saved)
+    assert int(go(flow, observers=look, **saved).state.step) == 6  # it was ended, not cut short
+    assert "finished at step 6 of 11" in capsys.readouterr().err
+    longer = go(flow, steps=14, observers=look, **saved)
+    assert "resuming at step 6 of 14" in capsys.readouterr().err
+    assert same(longer.state, go(flow, steps=14).state)
+    assert not longer.stopped
+
+
 def test_observers_keep_their_rhythm(tmp_path):
     flow, saved, seen = FLOWS["sgld"], {"checkpoint": tmp_path / "run", "every": 4}, []
     crash(flow, at=5, **saved)
@@ -358,6 +370,78 @@ def test_numbers_in_functions_are_compared():
     assert fingerprint.describe("f", two) == fingerprint.describe("f", lambda x: x**2) | {
         "f": two.__qualname__
     }
+
+
+def changed(before, after):
+    return fingerprint.differences(*[fingerprint.describe("f", f) for f in (before, after)])
+
+
+def test_numbers_in_lists_of_code_are_compared():
+    """Python makes tuples of lists of three constants or more."""
+    one, two = (lambda x: x / jnp.array([1.0, 1.0, 2.0])), (lambda x: x / jnp.array([9.0, 1.0, 2.0]))  # fmt: skip
+    (line,) = changed(one, two)
+    assert "1.0 there, 9.0 here" in line
+
+
+SCALE, CENTRE = 1.0, np.zeros(2)
+
+
+def helper(x):
+    return 2.0 * x
+
+
+compiled = jax.jit(helper)
+
+
+def uses_globals(x):
+    return jnp.sum(jax.vmap(lambda u: SCALE * compiled(u) + helper(u))(x - CENTRE))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("SCALE", 4.0, "f.SCALE: 1.0 there, 4.0 here"),
+        ("CENTRE", np.ones(2), "f.CENTRE: float32[2] #"),
+        ("helper", lambda x: 7.0 * x, "f.helper"),
+        ("compiled", jax.jit(lambda x: 7.0 * x), "f.compiled.function"),
+    ],
+)
+def test_what_global_names_stand_for_is_compared(name, value, place, monkeypatch):
+    before = fingerprint.describe("f", uses_globals)
+    assert not any(
+        "vmap" in where or ".jnp" in where for where in before
+    )  # of libraries names alone
+    monkeypatch.setitem(uses_globals.__globals__, name, value)
+    found = fingerprint.differences(before, fingerprint.describe("f", uses_globals))
+    assert any(place in line for line in found), found
+
+
+def test_attributes_are_no_global_names(monkeypatch):
+    before = fingerprint.describe("f", lambda x: x.SCALE)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    after = fingerprint.describe("f", lambda x: x.SCALE)
+    assert {k: v for k, v in before.items() if k != "f"} == {k: v for k, v in after.items() if k != "f"}  # fmt: skip
+
+
+@pytest.mark.parametrize("made", ["array", "minibatches", "stream", "large"])
+def test_other_data_of_the_same_shape_are_refused(made, tmp_path, monkeypatch):
+    if made == "large":
+        monkeypatch.setattr(fingerprint, "HASHED_BYTES", 16)  # some rows stand for all
+    rows = np.linspace(0, 1, 3000)
+    of = {
+        "array": lambda rows: rows,
+        "minibatches": lambda rows: px.Minibatches(rows, 10),
+        "stream": lambda rows: px.Stream(rows, 10),
+        "large": lambda rows: px.Minibatches(rows, 10),
+    }[made]
+    target = px.Target(log_prior=lambda m: -0.5 * m**2, log_likelihood=lambda m, y: -0.5 * (y - m) ** 2, num_data=3000)  # fmt: skip
+    flow = px.sgld(target, step_size=1e-5)
+    saved = {"checkpoint": tmp_path / "run", "every": 2}
+    run = lambda rows, steps: go(flow, np.zeros(3), steps, data=of(rows), **saved)
+    run(rows, 2)
+    with pytest.raises(CheckpointError, match=r"data: float32\[3000\] #\w{8} there"):
+        run(rows + 100, 4)
+    assert int(run(rows.astype(np.float32), 4).state.step) == 4  # the same on the device
 
 
 def test_names_in_functions_are_compared():

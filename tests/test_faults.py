@@ -413,6 +413,81 @@ def test_a_signal_at_the_end_is_heard_after_it(tmp_path, handlers):
     assert folder.Folder(tmp_path / "run").steps() == [9]
 
 
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGTERM, signal.SIGINT)])
+def test_sigterm_at_the_end_has_its_code_too(numbers, tmp_path, handlers, capsys):
+    """A scheduler that sees it calls again, and finds the run finished."""
+    tell = lambda: [signal.raise_signal(number) for number in numbers] and None
+    with pytest.raises(SystemExit) as error:
+        go(checkpoint=tmp_path / "run", **at_step(9, tell))
+    assert error.value.code == 75
+    assert "the run is finished and saved" in capsys.readouterr().err
+    assert same(go(checkpoint=tmp_path / "run").state, go().state)
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_forked_child_does_not_hold_the_lock(tmp_path):
+    """Or a folder would be in use for as long as any worker of a run that was killed lives."""
+    held = folder.Folder(tmp_path)
+    held.lock()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        with pytest.raises(CheckpointError, match="another run writes"):
+            folder.Folder(tmp_path).lock()  # the parent holds it still
+        held.unlock()
+        other = folder.Folder(tmp_path)
+        other.lock()
+        other.unlock()
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+
+
+def test_the_working_directory_may_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    go(checkpoint="run", every=2, **at_step(3, lambda: os.chdir("elsewhere")))
+    assert px.checkpoints.load(tmp_path / "run").step == 9
+
+
+def test_a_damaged_best_one_is_replaced_by_the_next(tmp_path, capsys):
+    best = lambda s: -float(s.state.step)  # the earliest
+    saved = lambda: px.Checkpoints(tmp_path / "run", every=2, keep=1, best=best)
+    go(steps=4, checkpoint=saved())
+    assert folder.Folder(tmp_path / "run").steps() == [2, 4]
+    victim = next(p for p in (tmp_path / "run/00000002/arrays").rglob("*") if p.is_file())
+    victim.write_bytes(b"")
+    go(steps=8, checkpoint=saved())
+    assert "00000002, the best so far, is damaged" in capsys.readouterr().err
+    assert folder.Folder(tmp_path / "run").steps() == [4, 8]
+    assert px.checkpoints.load(tmp_path / "run", step="best").step == 4
+
+
+def test_loads_are_tried_again_while_a_run_removes_checkpoints(tmp_path, monkeypatch):
+    go(checkpoint=px.Checkpoints(tmp_path, every=3))
+    real, calls = px.checkpoints.read, []
+
+    def removed(place, step, *args):
+        calls.append(step)
+        if len(calls) == 1:
+            shutil.rmtree(place.home(step))
+        return real(place, step, *args)
+
+    monkeypatch.setattr(px.checkpoints, "read", removed)
+    assert px.checkpoints.load(tmp_path).step == 6
+    assert calls == [9, 6]
+
+
+def test_files_in_the_place_of_folders_are_removed(tmp_path):
+    (tmp_path / "unfinished-00000004").write_text("what is this")
+    go(checkpoint=tmp_path, every=4)
+    assert folder.Folder(tmp_path).steps() == [4, 8, 9]
+
+
 def test_sigterm_from_outside(tmp_path):
     """A whole process, told to end while it steps: code 75, and nothing but one line."""
     program = textwrap.dedent("""

@@ -224,6 +224,55 @@ def test_iterators_resume(arrays, small_blocks):
     assert same(go(flow, data, 20).state, go(flow, data, 14, first.state).state)
 
 
+def test_readers_may_reuse_their_buffers(arrays, small_blocks):
+    order = lambda step: np.random.default_rng(step).integers(0, ROWS, SIZE)
+    fresh = batches_of(arrays, order)
+
+    def reused(step):
+        buffer = {leaf: np.zeros((SIZE, *rows.shape[1:]), rows.dtype) for leaf, rows in arrays.items()}  # fmt: skip
+        for batch in fresh(step):
+            for leaf, rows in batch.items():
+                buffer[leaf][:] = rows
+            yield buffer
+
+    runs = [go(FLOWS["sgld"], px.Stream(source, num_data=ROWS)) for source in (fresh, reused)]
+    assert same(runs[0].state, runs[1].state)
+
+
+def test_slow_batches_are_used_as_they_come(arrays, monkeypatch, key):
+    """A run that waited for a whole block could neither step nor save nor answer a signal."""
+    monkeypatch.setattr(streams, "WAIT_SECONDS", 0.0)
+    order = lambda step: np.random.default_rng(step).integers(0, ROWS, SIZE)
+    data = px.Stream(batches_of(arrays, order), num_data=ROWS)
+    slow = go(FLOWS["sgld"], data, 12)
+    feed = Feed(data, key, (0, 0, 12))
+    assert feed.room(0) == 1 and feed.room(1) == 1
+    feed.close()
+    monkeypatch.setattr(streams, "WAIT_SECONDS", 60.0)
+    assert same(slow.state, go(FLOWS["sgld"], data, 12).state)
+
+
+def test_an_error_comes_when_it_is_its_batchs_turn(arrays, tmp_path):
+    order = lambda step: np.random.default_rng(step).integers(0, ROWS, SIZE)
+
+    def breaks(step):
+        yield from itertools.islice(batches_of(arrays, order)(step), 17 - step)
+        raise OSError("the disk is gone")
+
+    saved = {"checkpoint": tmp_path / "run", "every": 5}
+    with pytest.raises(OSError, match="the disk is gone"):
+        go(FLOWS["sgld"], px.Stream(breaks, num_data=ROWS), 30, **saved)
+    assert px.checkpoints.load(tmp_path / "run").step == 15
+
+
+def test_a_finished_run_needs_no_batches(arrays, tmp_path, capsys):
+    order = lambda step: np.random.default_rng(step).integers(0, ROWS, SIZE)
+    ends = lambda step: itertools.islice(batches_of(arrays, order)(step), 10 - step)
+    run = lambda: go(FLOWS["sgld"], px.Stream(ends, num_data=ROWS), 10, checkpoint=tmp_path, every=5)  # fmt: skip
+    assert same(run().state, run().state)
+    assert "finished at step 10 of 10" in capsys.readouterr().err
+
+
 class Dataset:
     """A stand-in for a Grain dataset: its iterators tell and set their position, and nothing else."""
 
@@ -251,6 +300,37 @@ class Place:
 
     def set_state(self, state):
         self.at = int(state) if self.dataset.as_bytes else state["next"]
+
+
+class Live(Dataset):
+    """One whose iterators tell what they go on counting with."""
+
+    def __iter__(self):
+        place, state = Place(self), {"next": 0}
+
+        class Counting:
+            __iter__ = lambda self: self
+
+            def __next__(self):
+                place.at = state["next"]
+                state["next"] += 1
+                return next(place)
+
+            def get_state(self):
+                return state
+
+            def set_state(self, given):
+                state.update(given)
+
+        return Counting()
+
+
+def test_positions_are_kept_as_they_were(arrays, small_blocks, tmp_path):
+    flow, data = FLOWS["sgld"], px.Stream(Live(arrays, False), num_data=ROWS)
+    saved = {"checkpoint": tmp_path / "run", "every": 3}
+    with pytest.raises(StopError):
+        go(flow, data, 14, **saved, **crash_at(7))
+    assert same(go(flow, data, 14, **saved).state, go(flow, data, 14).state)
 
 
 class StopError(Exception):
