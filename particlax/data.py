@@ -95,7 +95,8 @@ def transformed(transform: Any, key: Key[Array, ""], step: Int[Array, ""], batch
 def refuse_words(arrays: PyTree) -> None:
     """Refuse arrays of strings, dates or objects."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        kind = np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+        kind = getattr(leaf, "dtype", None)
+        kind = kind if isinstance(kind, np.dtype) else np.asarray(leaf).dtype  # pandas has its own
         if kind.kind in "OSUMm":
             raise DataError(
                 f"data{jax.tree_util.keystr(path)} has dtype {kind}; expected numbers. Number classes that have names: "
@@ -124,7 +125,8 @@ def check_batch(arrays: PyTree, batch_size: Any, transform: Any) -> int:
     refuse_words(arrays)
     (num_data,) = heads
     assert num_data is not None
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    whole_number = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
+    if not whole_number or batch_size < 1:
         raise DataError(f"batch_size is {batch_size!r}; expected a positive int")
     if batch_size > num_data:
         raise DataError(

@@ -74,7 +74,7 @@ def split(
     """
     if isinstance(names, str):
         raise OptionError(f"names is {names!r}; expected a list of names: [{names!r}]")
-    if type(particles) is tuple and particles[1:] == ((),):
+    if type(particles) is tuple and len(particles) == 2 and type(particles[1]) is tuple:
         raise OptionError(
             "split got the pair that a stateful network's init returns; expected particles: "
             "particles, carried = net.init(key, M)"
@@ -113,10 +113,12 @@ def classifier(
     """
 
     def likelihood(logits: Array, batch: Any) -> Array:
-        labels, counts = batch["y"], jnp.asarray(batch.get("mask", True))
+        labels = batch["y"]
+        if labels.dtype.itemsize < 4:  # a byte does not hold the number of 256 classes
+            labels = labels.astype(jnp.int32)
         if logits.ndim != labels.ndim + 1 or logits.shape[:-1] != labels.shape:
             hint = ""
-            if labels.shape == logits.shape:
+            if labels.shape == logits.shape and labels.ndim > 1:
                 hint = ". Convert one-hot labels with y.argmax(-1)"
             elif labels.shape == (*logits.shape[:-1], 1):
                 hint = ". Take the labels' last axis away: y[..., 0]"
@@ -124,17 +126,12 @@ def classifier(
                 f"the network returned shape {logits.shape} for labels of shape {labels.shape}; expected logits of "
                 f"shape {(*labels.shape, 'C')}, one for each class{hint}"
             )
-        if counts.shape not in ((), labels.shape) or counts.dtype != bool:
-            raise DataError(
-                f"batch['mask'] is {counts.dtype}{list(counts.shape)} for labels of shape {list(labels.shape)}; expected true or "
-                "false for each label"
-            )
         log_probs = jax.nn.log_softmax(wide(logits))
         # Not looked up: the gradient of that is a sum into places, which a GPU takes in any order.
         here = labels[..., None] == jnp.arange(logits.shape[-1])
         classes = (labels >= 0) & (labels < logits.shape[-1])
         chosen = jnp.where(classes, jnp.sum(jnp.where(here, log_probs, 0), -1), jnp.nan)
-        return jnp.sum(jnp.where(counts, chosen, 0).reshape(len(labels), -1), 1)
+        return _counted(chosen, batch)
 
     return _target(network, likelihood, num_data, prior, temperature, check=_check_labels)
 
@@ -151,7 +148,7 @@ def regressor(
     """A regression's posterior: `batch["y"]` normal around the network's outputs for `batch["x"]`, Gaussian prior.
 
     `noise` is the standard deviation: a number, or a function of the parameters where it is learned (the
-    network must then ignore the leaf that holds it, and the prior covers it).
+    network must then ignore the leaf that holds it, and the prior covers it). Targets at which `batch["mask"]` is false do not count.
 
     >>> target = regressor(lambda w, x: x @ w, num_data=100, noise=0.1)
     >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.zeros(4)}
@@ -174,10 +171,21 @@ def regressor(
                 f"noise returned shape {sd.shape} for targets of shape {truth.shape}; expected a number, or one for each output"
             )
         error = (truth - wide(mean)) / sd
-        value = -0.5 * error**2 - jnp.log(sd) - 0.5 * jnp.log(2 * jnp.pi)
-        return jnp.sum(value.reshape(len(truth), -1), 1)
+        return _counted(-0.5 * error**2 - jnp.log(sd) - 0.5 * jnp.log(2 * jnp.pi), batch)
 
     return _target(network, likelihood, num_data, prior, temperature, with_params=True)
+
+
+def _counted(values: Array, batch: Any) -> Array:
+    """The sum for each datum, of those at which the mask is true."""
+    mask = jnp.asarray(batch.get("mask", True))
+    if mask.shape != values.shape[: mask.ndim] or mask.dtype != bool:
+        raise DataError(
+            f"batch['mask'] is {mask.dtype}{list(mask.shape)} for labels or targets of shape {list(values.shape)}; expected true or "
+            "false for each of them, or for each datum"
+        )
+    mask = mask.reshape(*mask.shape, *[1] * (values.ndim - mask.ndim))
+    return jnp.sum(jnp.where(mask, values, 0).reshape(len(values), -1), 1)
 
 
 class FunctionSpace(Term):
@@ -207,6 +215,9 @@ class FunctionSpace(Term):
             num_rows(inputs)
             refuse_not_finite("inputs", inputs)
         self.inputs, self.weight = inputs, diffusion.weight
+
+    def check(self, particles: PyTree) -> None:
+        self.diffusion.check(jnp.zeros((num_particles(particles), 1)))
 
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
         outputs, pull = jax.vjp(lambda raw: self._outputs(raw, cloud), cloud.raw)
@@ -253,11 +264,13 @@ def _from_flax(kind: type) -> bool:
 def _check_labels(logits: Any, data: Any) -> None:
     """Refuse labels that are not whole numbers below the number of classes: a gather would not notice."""
     labels, num = data["y"], logits.shape[-1]
-    whole_numbers = jnp.issubdtype(labels.dtype, jnp.integer)
+    whole_numbers = labels.dtype == bool or jnp.issubdtype(labels.dtype, jnp.integer)
     # Labels on the disk are looked through where they are.
     seen = labels if isinstance(labels, jax.Array) else np.asarray(labels)
-    if "mask" in data and data["mask"].any():
+    if "mask" in data and np.ndim(data["mask"]):
         seen = seen[np.asarray(data["mask"])]
+        if not seen.size:  # none of them counts
+            return
     low, high = (int(seen.min()), int(seen.max())) if whole_numbers else (0, 0)
     if not whole_numbers or low < 0 or high >= num:
         seen = f"from {low} to {high}" if whole_numbers else f"of dtype {labels.dtype}"

@@ -22,6 +22,10 @@ def checked_data(flow: Flow, state: State, data: Any, key: Array) -> Any:
     if isinstance(data, Minibatches):
         num, arrays = data.num_data, data.arrays
         batch = jax.eval_shape(data.batch, key, state.step)
+        if (
+            data.transform is not None
+        ):  # only it knows what the target will see: one batch stands for all
+            arrays = data.batch(key, state.step)
     else:
         refuse_words(data)
         batch = arrays = data = jax.tree.map(jnp.asarray, data)
@@ -39,7 +43,11 @@ def check_stream(flow: Flow, state: State, data: Stream, feed: Feed, key: Array)
     _refuse_other_size(data.num_data, flow.target.num_data)
     see = lambda batch: batch if data.transform is None else data.transform(key, batch)
     batch = jax.eval_shape(see, feed.example)
-    flow.check_data(state, batch, feed.example if data.ready_made else data.source)
+    rows = feed.example if data.ready_made else data.source
+    if data.transform is not None:
+        size = num_rows(feed.example)
+        rows = see(jax.tree.map(lambda leaf: jnp.asarray(leaf[:size]), rows))
+    flow.check_data(state, batch, rows)
 
 
 def _refuse_other_size(num: int, wanted: int) -> None:

@@ -84,6 +84,8 @@ class Sweep:
 
     def __init__(self, apply: Any, particles: Any, x: PyTree, batch_size: int, *, logits: bool):
         whole("batch_size", batch_size, 1)
+        arrays = (np.ndarray, jax.Array)
+        x = jax.tree.map(lambda leaf: leaf if isinstance(leaf, arrays) else np.asarray(leaf), x)
         apply, particles = _member(apply, particles)
         num_particles(particles[0] if isinstance(apply, Member) else particles)
         num = num_rows(x if jax.tree.leaves(x) else np.zeros(0))  # no array has no rows
@@ -96,10 +98,11 @@ class Sweep:
         shape: Any = getattr(out, "shape", ())
         fits = len(shape) > 1 and shape[-1] > 1 if logits else len(shape) in (1, 2)
         if not fits or shape[0] != size or not jnp.issubdtype(out.dtype, jnp.floating):
-            wanted = "logits [n, C] or [n, L, C] with C > 1" if logits else "means [n] or [n, K]"
+            wanted = "means [n] or [n, K]"
+            if logits:
+                wanted = "logits [n, C] or [n, L, C] with C > 1. One logit z of two classes becomes jnp.stack([0 * z, z], -1)"
             raise TargetError(
-                f"apply returned {out} for one particle and n = {size} rows; expected real {wanted}. "
-                "One logit z of two classes becomes jnp.stack([0 * z, z], -1)"
+                f"apply returned {out} for one particle and n = {size} rows; expected real {wanted}"
             )
         self.apply = apply if isinstance(apply, Hashable) else apply.__call__
         self.params = jax.vmap(apply.params)(cloud) if isinstance(apply, Member) else cloud

@@ -701,3 +701,32 @@ def test_without_flax(monkeypatch, part):
 def test_options_are_checked():
     with pytest.raises(OptionError, match="has no option 'axis'"):
         modules.equinox(lambda key: None, axis="batch")
+
+
+def test_linen_statistics_keep_their_type(x64, key):
+    """Made in float32, they are updated from float64 data."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x)))
+
+    x, y = np.random.default_rng(0).normal(size=(20, 4)), np.arange(20) % 3
+    net = px.modules.linen(Net(), x[:1])
+    flow = px.w_sgld_b(px.networks.classifier(net, num_data=20), optimizer=optax.adam(0.01))
+    before = net.init(key, 3)
+    result = px.run(flow, flow.init(*before), steps=2, key=key, data={"x": x, "y": y}, progress=False)  # fmt: skip
+    types = lambda tree: [leaf.dtype for leaf in jax.tree.leaves(tree)]
+    assert types(result.state.carried) == types(before[1])
+    assert not np.allclose(jax.tree.leaves(result.state.carried)[0], jax.tree.leaves(before[1])[0])
+
+
+def test_nnx_leaves_the_callers_arrays_alone(key):
+    net = network("nnx", norm=True)
+    params, carried = jax.tree.map(np.array, net.start(key))
+    before = jax.tree.map(np.copy, carried)
+    _, after = net.forward(
+        params, np.ones((5, 4), np.float32) * np.arange(5)[:, None], carried, key
+    )
+    jax.tree.map(np.testing.assert_array_equal, carried, before)
+    assert not all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True))  # fmt: skip

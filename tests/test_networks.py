@@ -421,3 +421,92 @@ def test_the_pair_of_a_stateful_network_is_not_particles(key):
     pair = px.modules.linen(Drops(), FEW["x"]).init(key, 3)
     with pytest.raises(OptionError, match=r"particles, carried = net\.init"):
         networks.split(pair, ["Dense_0/bias"])
+
+
+# ------------------------------------------------------------------------------------- what newcomers type
+
+
+def line(classes):
+    return networks.Network(lambda key: jax.random.normal(key, (4, classes)), lambda w, x: x @ w)
+
+
+@pytest.mark.parametrize(("dtype", "classes"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 128), (np.int8, 200), (np.int16, 3), (bool, 2)])  # fmt: skip
+def test_labels_of_any_whole_type(dtype, classes, key):
+    """A byte cannot hold the number of 256 classes, and need not."""
+    x = RNG.normal(size=(12, 4)).astype(np.float32)
+    y = RNG.integers(0, min(classes, 100), 12)
+    y, net = y.astype(dtype), line(classes)
+    target, cloud = networks.classifier(net, num_data=12), net.init(key, 3)
+    small = target.score(cloud, {"x": jnp.asarray(x), "y": jnp.asarray(y)})
+    usual = target.score(cloud, {"x": jnp.asarray(x), "y": jnp.asarray(y.astype(np.int32))})
+    np.testing.assert_array_equal(small[0], usual[0])
+    np.testing.assert_array_equal(small[1], usual[1])
+    flow = px.w_sgld_b(target, optimizer=optax.adam(0.01))
+    px.run(flow, cloud, steps=2, key=key, data={"x": x, "y": y}, progress=False)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parameters_may_be_a_tuple(size, key):
+    start = lambda key: tuple(jax.random.normal(key, (4, 3)) for _ in range(size))
+    cloud = networks.Network(start, lambda p, x: x @ p[0]).init(key, 5)
+    head, trunk = networks.split(cloud, ["1"])
+    assert (head[0], trunk[1]) == (None, None)
+    assert head[1].shape == (5, 4, 3) and trunk[0].shape == (4, 3)
+    with pytest.raises(OptionError, match="pair that a stateful network's init returns"):
+        networks.split((cloud, ()), ["1"])
+
+
+TRANSFORMS = {
+    "names": (lambda x, y: {"img": x, "lab": y}, lambda k, b: {"x": b["img"], "y": b["lab"]}),
+    "one-hot": (lambda x, y: {"x": x, "y": np.eye(3, dtype=np.float32)[y]}, lambda k, b: {**b, "y": b["y"].argmax(-1)}),
+    "from 1": (lambda x, y: {"x": x, "y": y + 1}, lambda k, b: {**b, "y": b["y"] - 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [px.Minibatches, px.Stream])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_labels_may_be_made_by_a_transform(name, kind, key):
+    x, y = RNG.normal(size=(30, 4)).astype(np.float32), RNG.integers(0, 3, 30)
+    net, (arrays, transform) = line(3), TRANSFORMS[name]
+    flow = px.w_sgld_b(networks.classifier(net, num_data=30), optimizer=optax.adam(0.01))
+    go = lambda data: px.run(flow, net.init(key, 3), steps=3, key=key, data=data, progress=False)
+    made = go(kind(arrays(x, y), 10, transform=transform))
+    np.testing.assert_allclose(made.particles, go(px.Minibatches({"x": x, "y": y}, 10)).particles, rtol=1e-6)  # fmt: skip
+    with pytest.raises(DataError, match="from 5 to"):  # what it makes is looked at
+        go(kind({"x": x, "y": y}, 10, transform=lambda k, b: {**b, "y": b["y"] + 5}))
+
+
+def test_masks_of_targets_and_of_whole_sequences(key):
+    """Masked targets do not count, whatever they are; a mask for each datum is one for all of it."""
+    x, y = RNG.normal(size=(6, 4)).astype(np.float32), RNG.normal(size=(6, 2)).astype(np.float32)
+    net, mask = line(2), np.array([True, False, True, True, False, True])
+    target = networks.regressor(net, num_data=6, noise=0.5)
+    cloud = net.init(key, 3)
+    values = target.score(cloud, {"x": x, "y": jnp.asarray(y), "mask": mask})[0]
+    means = x.astype(float) @ np.asarray(cloud, float)
+    each = -0.5 * ((y - means) / 0.5) ** 2 - np.log(0.5) - 0.5 * np.log(2 * np.pi)
+    expected = each[:, mask].sum((1, 2)) + [prior(one, lambda _: 1.0) for one in cloud]
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    with pytest.raises(DataError, match="for each of them, or for each datum"):
+        target.score(cloud, {"x": x, "y": jnp.asarray(y), "mask": np.ones((6, 3), bool)})
+
+
+def test_function_space_needs_two_particles(key):
+    net = line(3)
+    apart = networks.FunctionSpace(net, np.ones((5, 4), np.float32))
+    flow = px.Flow(networks.classifier(net, num_data=5), (px.Drift(), apart), px.integrators.Euler(1e-3))  # fmt: skip
+    with pytest.raises(ParticleError, match="there is 1 particle"):
+        flow.init(net.init(key, 1))
+
+
+def test_pandas(key):
+    pandas = pytest.importorskip("pandas")
+    x, y = RNG.normal(size=(20, 4)).astype(np.float32), RNG.integers(0, 3, 20)
+    net, frame = line(3), pandas.DataFrame(x)
+    flow = px.w_sgld_b(networks.classifier(net, num_data=20), optimizer=optax.adam(0.01))
+    go = lambda data: px.run(flow, net.init(key, 3), steps=3, key=key, data=data, progress=False)
+    result = go({"x": frame, "y": pandas.Series(y)})
+    seen = px.predictive.categorical(net.apply, result.particles, frame)
+    np.testing.assert_array_equal(seen.probs, px.predictive.categorical(net.apply, result.particles, x).probs)  # fmt: skip
+    with pytest.raises(DataError, match="has dtype object"):
+        go({"x": frame, "y": pandas.Series(y.astype(str), dtype="category")})
