@@ -294,9 +294,10 @@ class Saver:
     def _told(self, error: CheckpointError, state: State) -> CheckpointError:
         last = self._last()
         good = f"The last good one is {last}" if last else "There is none from before"
+        full = any(words in str(error) for words in ("No space", "too large", "quota"))
         return CheckpointError(
-            f"{error}. {good}; the state of step {int(state.step)} is in this error's .state. Make room, and run the same "
-            "command again",
+            f"{error}. {good}; the state of step {int(state.step)} is in this error's .state. {'Make room' if full else 'Mend that'}, and "
+            "run the same command again",
             state=copy(state),
         )
 

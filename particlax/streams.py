@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import queue
 import threading
 import time
@@ -365,7 +366,15 @@ def _refuse_bad_numbers(stacked: PyTree, step: int) -> None:
 
 
 def _as_json(place: Any) -> Any:
-    return {"bytes": place.hex()} if isinstance(place, bytes) else place
+    if isinstance(place, bytes):
+        return {"bytes": place.hex()}
+    try:
+        return json.loads(json.dumps(place, default=lambda number: number.tolist()))  # NumPy's
+    except (TypeError, ValueError, AttributeError):
+        raise DataError(
+            f"get_state of the stream's iterator returned {place!r}, which JSON cannot hold; expected numbers, strings, lists, dicts "
+            "or bytes"
+        ) from None
 
 
 def _from_json(place: Any) -> Any:

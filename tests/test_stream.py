@@ -333,6 +333,16 @@ def test_positions_are_kept_as_they_were(arrays, small_blocks, tmp_path):
     assert same(go(flow, data, 14, **saved).state, go(flow, data, 14).state)
 
 
+def test_positions_in_numbers_of_numpy_and_in_objects():
+    assert streams._as_json({"next": np.int64(3), "rows": np.arange(2)}) == {
+        "next": 3,
+        "rows": [0, 1],
+    }
+    assert streams._from_json(streams._as_json(b"\x01a")) == b"\x01a"
+    with pytest.raises(px.errors.DataError, match="JSON cannot hold"):
+        streams._as_json({"next": object()})
+
+
 class StopError(Exception):
     pass
 
