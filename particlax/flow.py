@@ -260,7 +260,8 @@ def _companions(target: Target, cloud: PyTree, carried: PyTree) -> PyTree:
     leaves = jax.tree.leaves(carried)
     if leaves and not target.stateful:
         raise OptionError(
-            "carried came, but the target carries nothing; leave it out, or build the target with stateful=True"
+            "carried came, but the target carries nothing; leave it out, or build the target with stateful=True. Leaves that all "
+            "particles share are given by name: flow.init(particles, shared=...)"
         )
     num = num_particles(cloud)
     for path, leaf in jax.tree_util.tree_leaves_with_path(carried):
@@ -269,6 +270,7 @@ def _companions(target: Target, cloud: PyTree, carried: PyTree) -> PyTree:
                 f"carried{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)} but there are {num} particles; "
                 f"expected a leading axis of {num}"
             )
+    refuse_not_finite("carried", carried, ParticleError)
     return jax.tree.map(jnp.array, carried)
 
 

@@ -730,3 +730,11 @@ def test_nnx_leaves_the_callers_arrays_alone(key):
     )
     jax.tree.map(np.testing.assert_array_equal, carried, before)
     assert not all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True))  # fmt: skip
+
+
+def test_what_networks_carry_must_be_finite(key):
+    net = network("linen", norm=True)
+    particles, carried = net.init(key, 3)
+    flow = px.w_sgld_b(px.networks.classifier(net, num_data=20), optimizer=optax.adam(0.01))
+    with pytest.raises(px.errors.ParticleError, match=r"row 1 of carried.* is not finite"):
+        flow.init(particles, jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan), carried))
