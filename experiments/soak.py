@@ -64,10 +64,13 @@ class Gauge:
 
 
 def slope(times: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """Least squares: growth per hour, and its standard error from the residuals of ten blocks."""
+    """Least squares: growth per hour, and its standard error from the residuals of ten blocks; NaN of fewer than three looks."""
+    count = min(10, len(times))
+    if count < 3:
+        return float("nan"), float("nan")
     blocks = [
         (t.mean(), v.mean())
-        for t, v in zip(np.array_split(times, 10), np.array_split(values, 10), strict=True)
+        for t, v in zip(np.array_split(times, count), np.array_split(values, count), strict=True)
     ]
     t, v = np.array(blocks).T
     t = (t - t.mean()) / 3600

@@ -217,7 +217,7 @@ class FunctionSpace(Term):
         self.inputs, self.weight = inputs, diffusion.weight
 
     def check(self, particles: PyTree) -> None:
-        self.diffusion.check(jnp.zeros((num_particles(particles), 1)))
+        self.diffusion.kernel.check(jnp.arange(float(num_particles(particles)))[:, None])
 
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
         outputs, pull = jax.vjp(lambda raw: self._outputs(raw, cloud), cloud.raw)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import __main__ as command
-from experiments import (
+from experiments import __main__ as command, soak
+from experiments import (, soak
     config,
     few,
     logistic,
@@ -369,3 +369,11 @@ def test_the_committed_records_of_figure_2_show_what_the_docs_say():
     for metrics in exact.values():
         assert abs(metrics["accuracy"] - exact["px.sample"]["accuracy"]) < 0.0051
     assert 0.95 < exact["NumPyro NUTS"]["sd"] < 1.05
+
+
+def test_growth_of_memory():
+    """A line's slope per hour, without error; of two looks nobody knows."""
+    times = np.arange(0, 7200, 60.0)
+    np.testing.assert_allclose(soak.slope(times, 500 + times / 3600), (1, 0), atol=1e-9)
+    np.testing.assert_allclose(soak.slope(times[:5], 500 + times[:5] / 3600), (1, 0), atol=1e-9)
+    assert np.isnan(soak.slope(times[:2], times[:2])).all()
