@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import __main__ as command, soak
-from experiments import (, soak
+from experiments import __main__ as command
+from experiments import (
     config,
     few,
     logistic,
@@ -18,6 +18,7 @@ from experiments import (, soak
     records,
     reference,
     sensitivity,
+    soak,
     tables,
     toy,
 )
