@@ -1,8 +1,8 @@
 """What a run consists of, as readable text: two runs are the same if their descriptions are.
 
 A description maps places ("flow.integrator.step_size") to texts ("0.05"). Functions are described by name, by the numbers and the
-names in their code, by what they close over and by the numbers, arrays and functions of one's own that their global names stand for, so that `optax.adam(0.1)` and `optax.adam(0.2)` differ; objects of one's own classes by
-their fields and methods.
+names in their code, by what they close over and by the numbers, arrays and functions of one's own that their global names stand for,
+so that `optax.adam(0.1)` and `optax.adam(0.2)` differ; objects of one's own classes by their fields and methods.
 """
 
 import dataclasses
@@ -96,6 +96,7 @@ def _describe_data(data: Any) -> dict[str, str]:
 
 def _content(leaf: Any) -> str:
     """An array of data by shape, dtype on the device and a hash: of all its rows, or of some that are spread over it."""
+    leaf = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf  # pandas
     shaped = all(hasattr(leaf, name) for name in ("shape", "dtype", "__getitem__"))
     elsewhere = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     if not shaped or not leaf.shape or elsewhere:

@@ -163,7 +163,7 @@ class Saver:
         self.team.by_first(lambda: self._set_aside_after(step))
         self.saved = step
         if self.options.best is not None:
-            self.known = self.team.by_first(self._good_values)
+            self.team.by_first(self._find_best)  # which alone keeps account
         replaced = [Replaced(*entry) for entry in manifest["replaced"]]
         stopped = manifest["stopped"] and watched and last <= manifest.get("last", last)
         ended = step >= last or stopped
@@ -172,19 +172,21 @@ class Saver:
         self._say(f"{verb} at step {step} of {last}{where}")
         return Begun(tree["state"], tree["log_density"], replaced, manifest["position"], stopped)
 
-    def _good_values(self) -> dict[int, float]:
-        """What `best` gave, by step, after the best of all was seen to be whole: another takes the place of a damaged one."""
-        known = values(self.folder)
-        while known:
-            best = max(known, key=lambda old: (known[old], old))
+    def _find_best(self) -> None:
+        """Note what `best` gave, by step, after the best of all was seen to be whole: another takes the place of a damaged one."""
+        self.known = values(self.folder)
+        while self.known:
+            best = self._best()
             try:
                 self.folder.verify(best)
-                return known
+                return
             except DamagedError as damage:
                 self._say(f"{self.folder.home(best)}, the best so far, is damaged: {damage}")
                 self.folder.set_aside(best)
-                del known[best]
-        return known
+                del self.known[best]
+
+    def _best(self) -> int:
+        return max(self.known, key=lambda old: (self.known[old], old))
 
     def _newest(self) -> int | None:
         return newest_good(self.folder)[0] if self.folder.steps() else None
@@ -280,7 +282,7 @@ class Saver:
             self.known[step] = value
         keep = set(self.folder.steps()[-self.options.keep :])
         if self.known:
-            keep.add(max(self.known, key=lambda old: (self.known[old], old)))
+            keep.add(self._best())
         self.folder.prune(keep)
         self.known = {old: v for old, v in self.known.items() if old in keep}
 

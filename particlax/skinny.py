@@ -27,7 +27,7 @@ PAIRED, SMALL, LARGE = 512, 4096, 16384
 TOGETHER = 8
 """How many pieces of coordinates all pairs take in one go."""
 LANES, RUNS, ROOM = (16, 8), range(40, 19, -1), 1 << 25
-"""On a CPU: lanes of a run and runs of a piece, in this order, where they fill a leaf without remainder; and most bytes for the sums that pieces leave."""
+"""On a CPU: lanes of a run and runs of a piece, the first that fill a leaf without remainder; and most bytes for the sums that pieces leave."""
 WHOLE = 1 << 27
 """Bytes up to which a leaf is mixed at once on a CPU: faster than in pieces, for two arrays of its size on the way."""
 COPIED = 1 << 20
@@ -169,7 +169,8 @@ def _in_runs(x: Array, runs: int, lanes: int) -> Array:
     cut = [jnp.swapaxes(pieces[:, :, run], 0, 1) for run in range(runs)]
     terms = [jnp.square(run[:, i] - run[:, j]) for run in cut]
     while len(terms) > 1:  # by halves: sums that do not wait for one another
-        terms = [sum(terms[k : k + 2][1:], terms[k]) for k in range(0, len(terms), 2)]
+        rest = terms[len(terms) // 2 * 2 :]
+        terms = [*map(jnp.add, terms[::2], terms[1::2]), *rest]
     # The barrier keeps the sum over pieces out of the loop over them, which would no longer be one of vectors.
     return jnp.sum(jnp.sum(lax.optimization_barrier(terms[0]), 0), 1)
 

@@ -22,9 +22,8 @@ def checked_data(flow: Flow, state: State, data: Any, key: Array) -> Any:
     if isinstance(data, Minibatches):
         num, arrays = data.num_data, data.arrays
         batch = jax.eval_shape(data.batch, key, state.step)
-        if (
-            data.transform is not None
-        ):  # only it knows what the target will see: one batch stands for all
+        if data.transform is not None:
+            # Only it knows what the target will see: one batch stands for all.
             arrays = data.batch(key, state.step)
     else:
         refuse_words(data)

@@ -423,13 +423,14 @@ def test_attributes_are_no_global_names(monkeypatch):
     assert {k: v for k, v in before.items() if k != "f"} == {k: v for k, v in after.items() if k != "f"}  # fmt: skip
 
 
-@pytest.mark.parametrize("made", ["array", "minibatches", "stream", "large"])
+@pytest.mark.parametrize("made", ["array", "pandas", "minibatches", "stream", "large"])
 def test_other_data_of_the_same_shape_are_refused(made, tmp_path, monkeypatch):
     if made == "large":
         monkeypatch.setattr(fingerprint, "HASHED_BYTES", 16)  # some rows stand for all
     rows = np.linspace(0, 1, 3000)
     of = {
         "array": lambda rows: rows,
+        "pandas": lambda rows: pytest.importorskip("pandas").Series(rows),
         "minibatches": lambda rows: px.Minibatches(rows, 10),
         "stream": lambda rows: px.Stream(rows, 10),
         "large": lambda rows: px.Minibatches(rows, 10),
