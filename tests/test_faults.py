@@ -1,6 +1,7 @@
 """Faults: kills, signals, full disks, damaged files, folders in use, particles that are lost. Nothing saved is lost."""
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -20,6 +21,7 @@ import pytest
 import particlax as px
 from experiments import crash
 from particlax import engine, folder, programs, store
+from particlax.processes import Team
 
 COMPILE_FAST = True
 
@@ -452,6 +454,16 @@ def test_the_working_directory_may_change(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     go(checkpoint="run", every=2, **at_step(3, lambda: os.chdir("elsewhere")))
     assert px.checkpoints.load(tmp_path / "run").step == 9
+
+
+def test_the_best_one_stays_whatever_processes_tell_each_other(tmp_path, monkeypatch):
+    """What the first tells the others goes through JSON, which knows no whole numbers as keys."""
+    told = lambda self, work: json.loads(json.dumps(work()))
+    monkeypatch.setattr(Team, "by_first", told)
+    saved = lambda: px.Checkpoints(tmp_path, every=2, keep=1, best=lambda s: -float(s.state.step))
+    go(steps=4, checkpoint=saved())
+    go(steps=8, checkpoint=saved())
+    assert folder.Folder(tmp_path).steps() == [2, 8]
 
 
 def test_a_damaged_best_one_is_replaced_by_the_next(tmp_path, capsys):
