@@ -118,10 +118,10 @@ def linen(
             return modes[False].apply(given, x, **words[False]), carried
         options = {"rngs": streams(keys), "mutable": list(dict(carried))} | words[True]
         out, new = modes[True].apply(given, x, **options)
-        if jax.tree.structure(new) == jax.tree.structure(
-            dict(carried)
-        ):  # in the types they came in
-            new = jax.tree.map(lambda made, old: made.astype(old.dtype), new, dict(carried))
+        old = dict(carried)
+        if jax.tree.structure(new) == jax.tree.structure(old):
+            # In the types they came in: Linen makes statistics of what the data are.
+            new = jax.tree.map(lambda made, was: made.astype(was.dtype), new, old)
         return out, new or ()
 
     name, example = type(module).__name__, jax.tree.map(jnp.asarray, example)
@@ -166,9 +166,8 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
 
     def run(params: PyTree, carried: PyTree, x: Any, keys: Any) -> Any:
         streams, given = _reseeded(likes[2], keys), dict(words[bool(keys)])
-        params, carried = jax.tree.map(
-            jnp.asarray, (params, carried)
-        )  # NNX writes into NumPy arrays
+        # NNX writes into NumPy arrays.
+        params, carried = jax.tree.map(jnp.asarray, (params, carried))
         if "rngs" in takes:
             given["rngs"] = lib.Rngs(keys[1]) if keys else None
         parts = map(_filled, likes, (params, carried, streams, likes[3]))

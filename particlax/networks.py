@@ -74,7 +74,8 @@ def split(
     """
     if isinstance(names, str):
         raise OptionError(f"names is {names!r}; expected a list of names: [{names!r}]")
-    if type(particles) is tuple and len(particles) == 2 and type(particles[1]) is tuple:
+    second = particles[1] if type(particles) is tuple and len(particles) == 2 else None
+    if type(second) is tuple and not second:
         raise OptionError(
             "split got the pair that a stateful network's init returns; expected particles: "
             "particles, carried = net.init(key, M)"
@@ -114,7 +115,8 @@ def classifier(
 
     def likelihood(logits: Array, batch: Any) -> Array:
         labels = batch["y"]
-        if labels.dtype.itemsize < 4:  # a byte does not hold the number of 256 classes
+        if labels.dtype.kind in "biu" and labels.dtype.itemsize < 4:
+            # A byte does not hold the number of 256 classes.
             labels = labels.astype(jnp.int32)
         if logits.ndim != labels.ndim + 1 or logits.shape[:-1] != labels.shape:
             hint = ""

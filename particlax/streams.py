@@ -301,9 +301,9 @@ class _Ready:
         return self.first
 
     def stack(self, step: int, count: int, places: np.ndarray | None) -> PyTree:
-        """The batches of `count` steps, stacked, or fewer: an error counts when it is its batch's turn, and steps need not wait for all.
+        """The batches of `count` steps, or fewer, stacked: all of each, or its rows at some places.
 
-        All of them, or their rows at some places.
+        Steps need not wait for slow ones, and an error counts when it is its batch's turn.
         """
         batches, until = [], time.monotonic() + WAIT_SECONDS
         for now in range(step, step + count):

@@ -452,6 +452,8 @@ def test_parameters_may_be_a_tuple(size, key):
     head, trunk = networks.split(cloud, ["1"])
     assert (head[0], trunk[1]) == (None, None)
     assert head[1].shape == (5, 4, 3) and trunk[0].shape == (4, 3)
+    pairs = (cloud[:2], cloud[:2])  # of weights and biases, layer by layer
+    assert networks.split(pairs, ["1"])[0][1][0].shape == (5, 4, 3)
     with pytest.raises(OptionError, match="pair that a stateful network's init returns"):
         networks.split((cloud, ()), ["1"])
 
