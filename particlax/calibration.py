@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from particlax import medians, pairwise, sharding
@@ -30,6 +31,8 @@ __all__ = ["calibrated", "matched"]
 WIDTH = 4.0
 """Bandwidth of the test functions over the median of squared distances: wide, they bend slowly."""
 RIDGE = 1e-4
+JITTER = 1e-6
+"""Added to K's diagonal, so that it can be factored."""
 
 
 def calibrated(force: PyTree, x: PyTree) -> PyTree:
@@ -65,26 +68,34 @@ def matched(force: PyTree, x: PyTree) -> PyTree:
 
 def _matched(matrix: Float[Array, "M D"], points: Float[Array, "M D"]) -> Float[Array, "M D"]:
     points = wide(points)
-    num, root = len(points), math.sqrt(len(points))
+    root = math.sqrt(len(points))
+    points = points - points.mean(0)
+    # Once more: a mean far from zero is rounded by more than a narrow cloud can bear.
     q, r = jnp.linalg.qr(points - points.mean(0))
     z, factor = root * q, r / root  # x - m = z factor
     t = matmul(wide(matrix), factor.T)  # a force is a gradient: it is mapped by the transpose
-    t = _white(t, z, num)
+    h = WIDTH * medians.median_sqdist(z)
+    # What float32 rounds off in K comes back ten thousand times as large; a cloud's own rounding does not.
+    with jax.enable_x64(True):
+        double = [lax.convert_element_type(a, jnp.float64) for a in (t, z, h)]
+        t = lax.convert_element_type(_white(*double), t.dtype)
     return jax.scipy.linalg.solve_triangular(factor, t.T).T
 
 
-def _white(t: Float[Array, "M D"], z: Float[Array, "M D"], num: int) -> Float[Array, "M D"]:
+def _white(
+    t: Float[Array, "M D"], z: Float[Array, "M D"], h: Float[Array, ""]
+) -> Float[Array, "M D"]:
+    num = len(z)
+
     def off(a: Array) -> Array:
         return a - a.mean(0) - matmul(z, matmul(z.T, a)) / num
 
     # K needs to be seen as a matrix here, to be factored: M is small where this is used.
     r2 = pairwise.sqdist(z, z)
-    h = WIDTH * medians.median_sqdist(z)
     kernel = jnp.exp(-r2 / h)
     rest = off(t)
     slope = (2 / h) * (kernel.sum(1)[:, None] * z - matmul(kernel, z)) / num
-    jitter = 1e-6 if z.dtype == jnp.float64 else 1e-4
-    lower = jnp.linalg.cholesky(kernel + jitter * jnp.eye(num, dtype=z.dtype))
+    lower = jnp.linalg.cholesky(kernel + JITTER * jnp.eye(num, dtype=z.dtype))
     psi = off(lower)
     normal = matmul(psi.T, psi) / num + (RIDGE / num) * jnp.eye(num, dtype=z.dtype)
     loads = jax.scipy.linalg.solve_triangular(lower, slope, lower=True)
