@@ -52,6 +52,7 @@ LAYERS = [
     "export",
     "programs",
     "engine",
+    "history",
     "sources",
     "fingerprint",
     "folder",

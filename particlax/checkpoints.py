@@ -9,13 +9,16 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
+from particlax import placement
 from particlax.checks import Part, whole
 from particlax.errors import CheckpointError, OptionError, expect, known_options
 from particlax.fingerprint import SHOWN
 from particlax.flow import Flow, State
 from particlax.folder import DamagedError, Folder
+from particlax.processes import team_of
 from particlax.store import read
 
 __all__ = ["Checkpoint", "Checkpoints", "Interrupted", "load"]
@@ -123,7 +126,8 @@ def load(
     """Read the newest good checkpoint of a folder, that of a `step`, or the `"best"`.
 
     With the flow, and particles as the run was started from (only their structure counts), `state` is complete: to go on
-    from, or for `px.predictive`. Nothing in the folder is changed, so it may be read while its run goes on.
+    from, or for `px.predictive`; if they lie on a mesh with an axis "particles", so does it (several processes call this alike).
+    Nothing in the folder is changed, so it may be read while its run goes on.
     """
     expect("folder", folder, (str, os.PathLike), "'runs/first'")
     place = Folder(folder)
@@ -159,7 +163,13 @@ def _loaded(
     if flow is not None:
         like = _like(flow, particles)
         refuse_misfit(place.path, manifest, like)
-    leaves = read(place, step, manifest["leaves"], None if like is None else jax.tree.leaves(like))
+    leaves = read(
+        place,
+        step,
+        manifest["leaves"],
+        None if like is None else jax.tree.leaves(like),
+        team_of(None if like is None else getattr(like["log_density"].sharding, "mesh", None)),
+    )
     tree = None if like is None else jax.tree.unflatten(jax.tree.structure(like), leaves)
     nested = _nested(manifest["leaves"], leaves)
     state = nested["state"]
@@ -265,13 +275,20 @@ def _values(state: State) -> PyTree:
 
 
 def _like(flow: Flow, particles: PyTree | State) -> PyTree:
-    shape = lambda tree: jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
-    state = particles if isinstance(particles, State) else flow.init(particles)
-    cloud = jax.tree.leaves(state.particles)[0]
-    return {
-        "log_density": jax.ShapeDtypeStruct(cloud.shape[:1], jnp.result_type(float)),
-        "state": shape(state),
-    }
+    """What a checkpoint of the flow holds, by shape, and where: on the mesh of the particles, if they have one."""
+    given = placement.loosened(particles)
+    state = given if isinstance(given, State) else jax.eval_shape(flow.init, given)
+    cloud = jax.tree.leaves(given.particles if isinstance(given, State) else given)
+    # What optimizers remember of a leaf is where the leaf is.
+    known = {np.shape(leaf): getattr(leaf, "sharding", None) for leaf in reversed(cloud)}
+    num, mesh = np.shape(cloud[0])[:1], getattr(known[np.shape(cloud[0])], "mesh", None)
+    tree = {"log_density": jax.ShapeDtypeStruct(num, jnp.result_type(float)), "state": state}
+    at = lambda leaf: getattr(leaf, "sharding", None) or known.get(leaf.shape)
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at(leaf))
+    tree = jax.tree.map(shape, tree)
+    if placement.AXIS not in getattr(mesh, "axis_names", ()):
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    return placement.placed(placement.layout_of(mesh, tree, *num), tree)
 
 
 def _nested(entries: list[dict[str, Any]], leaves: list[Any]) -> Any:

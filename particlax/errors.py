@@ -31,7 +31,11 @@ class TargetError(ParticlaxError, ValueError):
 
 
 class DataError(ParticlaxError, ValueError):
-    """A batch is missing or has the wrong shape."""
+    """A batch is missing or has the wrong shape; `state` is where a run was that met it on its way."""
+
+    def __init__(self, message: str, *, state: Any = None):
+        super().__init__(message)
+        self.state = state
 
 
 class OptionError(ParticlaxError, ValueError, TypeError):

@@ -5,6 +5,7 @@ every file and of itself; what does not agree with it is damaged, and never used
 """
 
 import contextlib
+import fnmatch
 import hashlib
 import json
 import os
@@ -26,6 +27,8 @@ except ImportError:  # Windows: runs there are not protected from each other
 FORMAT = 1
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
+LEFT_BY_OTHERS = (".DS_Store", "._*", "Thumbs.db", "desktop.ini", ".directory", ".nfs*")
+"""Files that file managers and network disks put into folders; nobody reads them as a part of a checkpoint."""
 SEEN_SECONDS = 15.0
 """How long another machine may take to see a file: network disks remember what was not there."""
 
@@ -221,7 +224,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def _files(place: Path) -> list[Path]:
-    return sorted(p for p in place.rglob("*") if not p.is_dir())
+    left = lambda p: any(fnmatch.fnmatch(p.name, pattern) for pattern in LEFT_BY_OTHERS)
+    return sorted(p for p in place.rglob("*") if not p.is_dir() and not left(p))
 
 
 def _stamp(path: Path, sync: bool = False) -> dict[str, Any]:

@@ -21,6 +21,7 @@ __all__ = [
     "layout_of",
     "loosened",
     "on_host",
+    "placed",
     "put",
     "refuse_different",
     "replicated",
@@ -105,14 +106,25 @@ def _spec(leaf: Any, mesh: Mesh, num: int) -> PartitionSpec:
     return PartitionSpec(AXIS, *own)
 
 
+def placed(layout: Layout, shapes: PyTree) -> PyTree:
+    """The state by shape and dtype, with where each leaf lies."""
+    leaves, structure = jax.tree.flatten(shapes)
+    pairs = zip(leaves, _places(layout), strict=True)
+    found = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at) for leaf, at in pairs]
+    return jax.tree.unflatten(structure, found)
+
+
+def _places(layout: Layout) -> list[NamedSharding]:
+    return [NamedSharding(layout.mesh, spec) for spec in layout.specs]
+
+
 def put(layout: Layout | None, state: PyTree) -> PyTree:
     """The state, placed; inside a compiled program, told where to be."""
     if layout is None:
         return state
     leaves, structure = jax.tree.flatten(state)
-    places = [NamedSharding(layout.mesh, spec) for spec in layout.specs]
     move = lax.with_sharding_constraint if _traced(leaves) else _device_put
-    moved = [move(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
+    moved = [move(leaf, place) for leaf, place in zip(leaves, _places(layout), strict=True)]
     return jax.tree.unflatten(structure, moved)
 
 

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from particlax.checks import positive, refuse_not_finite, whole
 from particlax.errors import DataError, TargetError, expect, known_options
+from particlax.history import History
 from particlax.networks import Network
-from particlax.run import History
 from particlax.sweep import FLOOR, Sweep, merged
 
 __all__ = ["Categorical", "CategoricalScores", "Entropy", "Normal", "NormalScores", "Reliability"]

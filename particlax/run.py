@@ -5,14 +5,14 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import placement, programs
 from particlax.checkpoints import Checkpoints, say
@@ -26,13 +26,13 @@ from particlax.engine import (
     advance,
     advance_mending,
     copy,
-    kept,
     repeatable,
     together,
 )
-from particlax.errors import NonFiniteError, OptionError, expect, known_options, one_of
+from particlax.errors import DataError, NonFiniteError, OptionError, expect, known_options, one_of
 from particlax.fingerprint import describe_run
 from particlax.flow import Flow, State
+from particlax.history import History, Keeper
 from particlax.particles import num_particles
 from particlax.processes import Team
 from particlax.progress import Bar
@@ -40,28 +40,12 @@ from particlax.saver import Begun, NoSaver, Saver
 from particlax.sources import check_stream, checked_data
 from particlax.streams import Feed, Stream
 
-__all__ = ["History", "Result", "Snapshot", "run"]
+__all__ = ["Result", "Snapshot", "run"]
 
 CHUNK_SECONDS = 0.5
 """Time between two looks from Python, unless observers or history ask for more."""
 SMALL = 1 << 24
 """Numbers in a cloud up to which steps on a GPU are taken a few at a time."""
-HISTORY_BYTES = 1 << 26
-"""Size of the device buffer that collects history between two looks."""
-
-
-class History(eqx.Module):
-    """Clouds kept along the way; axis 0 is time."""
-
-    steps: Int[np.ndarray, " T"]
-    particles: PyTree[Float[np.ndarray, "T M ..."]]
-    carried: PyTree = ()
-    """What the particles carried then, such as batch-norm statistics; leading axes T and M."""
-
-    def last(self, num: int) -> "History":
-        """The last `num` clouds."""
-        whole("num", num, 1)
-        return jax.tree.map(lambda leaf: leaf[-num:], self)
 
 
 class Snapshot(eqx.Module):
@@ -247,11 +231,15 @@ class _Task:
         every = self.observe_every if self.watching else None
         done = int(state.step) - self.first
         pace = _Pace(self.steps, every, done, self._together(state, every or 0, saver.steps))
-        keeper = _Keeper(state, self.thin, self.steps)
+        keeper = Keeper(state, self.thin, self.steps)
+        here: Begun | None = None  # no step is lost before the first
         while pace.done < self.steps and not stopped:
             step = self.first + pace.done
             room = functools.partial(self._room, step, pace, keeper, saver)
-            size = min(self.team.each(room))  # all take the same steps, whatever their clocks say
+            with self._rescuing(saver, here):
+                size = min(
+                    self.team.each(room)
+                )  # all take the same steps, whatever their clocks say
             try:
                 clock = Clock(jnp.int32(max(keeper.thin, 1)), keeper.rows, pace.together)
                 taken = self._advance(state, step, size, clock, replaced)
@@ -263,16 +251,33 @@ class _Task:
             seconds = time.perf_counter() - began
             bar.update(pace.done, seconds, log_density)
             shown = functools.partial(self._shown, state, log_density, seconds)
-            if taken.steps and pace.due():
-                stopped = _observe(self.watching, shown)
-            stopped = any(self.team.each(functools.partial(bool, stopped)))
             place = self.feed.position(step + taken.steps) if self.feed else None
-            here = Begun(state, log_density, replaced, place, stopped)
-            saver.look(here, end=stopped or pace.done == self.steps, snapshot=shown)
+            here = Begun(state, log_density, replaced, place)
+            if taken.steps and pace.due():
+                with self._rescuing(saver, here):
+                    stopped = _observe(self.watching, shown)
+            stopped = any(self.team.each(functools.partial(bool, stopped)))
+            end = stopped or pace.done == self.steps
+            saver.look(here._replace(stopped=stopped), end=end, snapshot=shown)
         seconds = time.perf_counter() - began
         return Result(state, log_density, keeper.history(), seconds, stopped, tuple(replaced))
 
-    def _room(self, step: int, pace: "_Pace", keeper: "_Keeper", saver: Saver | NoSaver) -> int:
+    @contextlib.contextmanager
+    def _rescuing(self, saver: Saver | NoSaver, here: Begun | None) -> Iterator[None]:
+        """What data or observers raise must not cost the steps before it."""
+        try:
+            yield
+        except Exception as error:
+            # A save takes all processes, and only a refusal of data is known to all.
+            alike = isinstance(error, DataError) or not self.team.several
+            if here is not None and alike:
+                if isinstance(error, DataError):
+                    error.state = copy(here.state)
+                    error.add_note(f"The state of step {int(here.state.step)} is in its .state.")
+                saver.rescue(error, here)
+            raise
+
+    def _room(self, step: int, pace: "_Pace", keeper: "Keeper", saver: Saver | NoSaver) -> int:
         fed = self.feed.room(step) if self.feed else 1 << 30
         return min(pace.next(), keeper.room(step), saver.room(step), fed)
 
@@ -343,41 +348,6 @@ class _Pace:
 
     def due(self) -> bool:
         return not self.every or self.done % self.every == 0 or self.done == self.steps
-
-
-class _Keeper:
-    """Collects every `thin`-th cloud on the host, from device buffers of bounded size."""
-
-    def __init__(self, state: State, thin: int | None, steps: int):
-        cloud = sum(leaf.nbytes for leaf in jax.tree.leaves(kept(state)))
-        self.thin = thin or 0
-        self.rows = 0
-        if thin:  # powers of two: few sizes, few compilations
-            wanted, room = max(1, -(-steps // thin)), max(1, HISTORY_BYTES // max(cloud, 1))
-            self.rows = 1 << min((wanted - 1).bit_length(), room.bit_length() - 1)
-        self.steps: list[np.ndarray] = []
-        self.clouds: list[PyTree] = []
-        self.like = kept(state) if thin else None
-
-    def room(self, step: int) -> int:
-        return self.rows * self.thin - step % self.thin if self.thin else 1 << 30
-
-    def keep(self, start: int, size: int, buffer: PyTree) -> None:
-        if not self.thin:
-            return
-        steps = np.arange(start + 1, start + size + 1, dtype=np.int64)
-        steps = steps[steps % self.thin == 0]
-        self.steps.append(steps)
-        self.clouds.append(jax.tree.map(lambda rows: placement.on_host(rows[: len(steps)]), buffer))
-
-    def history(self) -> History | None:
-        if not self.thin:
-            return None
-        if not self.clouds:
-            empty = jax.tree.map(lambda a: np.zeros((0, *a.shape), a.dtype), self.like)
-            return History(np.zeros(0, np.int64), *empty)
-        clouds = jax.tree.map(lambda *parts: np.concatenate(parts), *self.clouds)
-        return History(np.concatenate(self.steps), *clouds)
 
 
 def _resumed(flow: Flow, state: State) -> State:

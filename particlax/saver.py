@@ -80,6 +80,9 @@ class NoSaver:
         """The error as it is."""
         return error
 
+    def rescue(self, error: Exception, begun: Begun) -> None:
+        """Nowhere to save to."""
+
     def again(self) -> str:
         """How to go on after another process was lost."""
         return "Run the same command again in all processes; with checkpoint='a folder' it would go on where it was"
@@ -252,10 +255,23 @@ class Saver:
         if end:
             self._waited(begun.state)
 
-    def _save(self, begun: Begun, step: int, snapshot: Callable[[], Any]) -> None:
+    def rescue(self, error: Exception, begun: Begun) -> None:
+        """Save where the run was when its data or an observer raised `error`, which is told where."""
+        step = int(begun.state.step)
+        try:
+            if step != self.saved:
+                self._save(begun, step, None)
+            self._waited(begun.state)
+        except CheckpointError as failure:
+            self._say(str(failure))
+            return
+        again = "the same command goes on from there once that is mended"
+        error.add_note(f"The state of step {step} is saved in {self.folder.home(step)}; {again}.")
+
+    def _save(self, begun: Begun, step: int, snapshot: Callable[[], Any] | None) -> None:
         assert self.store is not None
         value = None
-        if self.options.best is not None:
+        if self.options.best is not None and snapshot is not None:
             value = float(self.options.best(snapshot()))
             value = value if np.isfinite(value) else None
         content = {

@@ -169,7 +169,6 @@ class Feed:
         with jax.enable_x64(self.x64):
             rows = None if self.shares is None else self.shares.rows
             stacked = self.batches.stack(step, count, rows)
-            _refuse_bad_numbers(stacked, step)
             count = len(jax.tree.leaves(stacked)[0])
             fill = lambda leaf: np.zeros((self.rows - count, *leaf.shape[1:]), leaf.dtype)
             full = jax.tree.map(lambda leaf: np.concatenate([leaf, fill(leaf)]), stacked)
@@ -233,7 +232,7 @@ class _Gathered:
         return jax.tree.unflatten(self.structure, shapes)
 
     def stack(self, step: int, count: int, places: np.ndarray | None) -> PyTree:
-        """The batches of `count` steps, stacked: all of them, or their rows at some places."""
+        """The batches of `count` steps, or of those before one that is not finite, stacked: all of them, or their rows at some places."""
         with jax.default_device(self.host):
             # A power of two: few shapes to compile for.
             steps = np.arange(step, step + (1 << (count - 1).bit_length()), dtype=np.int32)
@@ -246,7 +245,9 @@ class _Gathered:
             np.asarray(leaf[wanted]).astype(dtype, copy=False)[back.reshape(rows.shape)]
             for leaf, dtype in pairs
         ]
-        return jax.tree.unflatten(self.structure, read)
+        stacked = jax.tree.unflatten(self.structure, read)
+        good = _finite_steps(stacked, step)
+        return jax.tree.map(lambda leaf: leaf[:good], stacked)
 
     def position(self, step: int) -> Any:
         """Nothing: rows are a function of the step number."""
@@ -328,6 +329,7 @@ class _Ready:
                     f"the batch of step {now} has {_shapes(batch)[1]} but the first had {self.shape[1]}; expected batches of one "
                     "shape. Drop the remainder of an epoch"
                 )
+            _finite_steps(jax.tree.map(lambda leaf: leaf[None], batch), now)
             return batch
         except Exception as error:
             self.error = error
@@ -354,15 +356,19 @@ def _shapes(batch: PyTree) -> Any:
     return structure, [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
 
 
-def _refuse_bad_numbers(stacked: PyTree, step: int) -> None:
+def _finite_steps(stacked: PyTree, step: int) -> int:
+    """How many of the stacked batches come before one that is not finite, which is an error when it is the first."""
+    count = len(jax.tree.leaves(stacked)[0])
     for path, leaf in jax.tree_util.tree_leaves_with_path(stacked):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             good = np.isfinite(leaf).reshape(len(leaf), -1).all(1)
-            if not good.all():
+            if not good[0]:
                 raise DataError(
-                    f"the batch of step {step + int(np.argmin(good))} is not finite in the data{jax.tree_util.keystr(path)}; "
-                    "expected finite numbers. Leave such rows out, or fill what is missing"
+                    f"the batch of step {step} is not finite in the data{jax.tree_util.keystr(path)}; expected finite numbers. "
+                    "Leave such rows out, or fill what is missing"
                 )
+            count = min(count, len(good) if good.all() else int(np.argmin(good)))
+    return count
 
 
 def _as_json(place: Any) -> Any:

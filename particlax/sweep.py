@@ -16,9 +16,10 @@ from particlax.blocks import wide
 from particlax.checks import refuse_not_finite, whole
 from particlax.errors import OptionError, ParticleError, TargetError
 from particlax.flow import State
+from particlax.history import History
 from particlax.networks import Network
 from particlax.particles import join, num_particles
-from particlax.run import History, Result
+from particlax.run import Result
 from particlax.target import num_rows
 
 __all__ = ["Member", "Sweep", "merged"]

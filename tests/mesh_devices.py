@@ -107,7 +107,13 @@ def own_sharding():
     flow = px.svgd(px.Target(lambda x: -0.5 * jnp.sum(x**2)), optimizer=optax.adam(0.01))
     one, many = go(flow, np.asarray(leaf)), go(flow, leaf, mesh)
     gap = np.max(np.abs(np.asarray(one.particles) - np.asarray(many.particles)))
-    return str(many.particles.sharding.spec), float(gap)
+    with tempfile.TemporaryDirectory() as folder:
+        many = go(flow, leaf, mesh, checkpoint=folder)
+        read = px.checkpoints.load(folder, flow=flow, particles=leaf).state
+    pairs = list(zip(jax.tree.leaves(read), jax.tree.leaves(many.state), strict=True))
+    there = all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
+    same = all(np.array_equal(a, b) for a, b in pairs)
+    return str(many.particles.sharding.spec), float(gap), there and same
 
 
 def checkpoint():

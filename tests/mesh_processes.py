@@ -20,6 +20,7 @@ import numpy as np  # noqa: E402
 
 import particlax as px  # noqa: E402
 from particlax.errors import DataError, LostError, ParticlaxError  # noqa: E402
+from particlax.folder import Folder  # noqa: E402
 from particlax.placement import on_host  # noqa: E402
 from tests.mesh_runs import ROWS, STEPS, cloud, gap, regression, sampler, special_runs, start  # noqa: E402
 from tests.mesh_runs import go as plain  # noqa: E402
@@ -154,6 +155,21 @@ def streams():
     return found, read
 
 
+def rescued():
+    """Where a run was saved whose fourth batch is not finite in the half of the second process."""
+    halves = jax.make_mesh((1, 2), ("particles", "data"))
+    where = os.path.join(folder, "rescued")
+
+    key = jax.random.fold_in(jax.random.key(1), 2**31 - 1)  # as px.run draws batches
+    bad = ROWS.copy()
+    bad[px.Minibatches(ROWS, 10).indices(key, np.int32(3))[9]] = np.nan
+    flow, source = px.svgd(regression(), step_size=0.01), px.Stream(bad, 10)
+    try:
+        plain(flow, start(), halves, steps=6, data=source, checkpoint=where, every=100)
+    except DataError as error:
+        return str(error), Folder(where).steps(), int(error.state.step)
+
+
 def whole():
     found = {"lost": on_host(go("lost").particles).tolist()}
     found["whole"] = on_host(go("whole").particles).tolist()
@@ -163,10 +179,18 @@ def whole():
         go("more", None)
     seen = px.checkpoints.load(os.path.join(folder, "whole"))
     found["loaded"] = seen.particles.tolist()
+    flow = px.svgd(regression(), step_size=0.01)
+    like = jax.device_put(start(), jax.NamedSharding(TWO, jax.P("particles")))
+    seen = px.checkpoints.load(os.path.join(folder, "whole"), flow=flow, particles=like)
+    found["placed"] = (
+        on_host(seen.state.particles).tolist(),
+        str(seen.state.particles.sharding.spec),
+    )
     found["signals"] = interrupted()
     found["refused"] = refused()
     found["single"], found["special"] = samplers(), special()
     found["streams"] = streams()
+    found["rescued"] = rescued()
     with jax.enable_x64(True):
         found["double"] = samplers()
     print()

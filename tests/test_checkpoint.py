@@ -71,7 +71,7 @@ def go(flow, start=None, steps=11, seed=0, **options):
     return px.run(flow, start, steps=steps, key=key, progress=False, **options)
 
 
-class CrashError(Exception):
+class CrashError(BaseException):
     pass
 
 

@@ -50,8 +50,12 @@ def at_step(step, work):
     return {"observers": watch, "observe_every": 1}
 
 
+class Crash(BaseException):
+    """What no run can answer."""
+
+
 def fail():
-    raise ZeroDivisionError
+    raise Crash
 
 
 # --------------------------------------------------------------------------------------------------- kills
@@ -103,7 +107,7 @@ def test_a_gpu_has_the_same_program_in_every_process(tmp_path, monkeypatch, caps
 def interrupted(tmp_path_factory):
     """A folder with the checkpoints of steps 3 and 6 of 9, and how the run ends."""
     path = tmp_path_factory.mktemp("faults") / "run"
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(Crash):
         go(checkpoint=path, every=3, **at_step(7, fail))
     assert folder.Folder(path).steps() == [3, 6]
     return path, go()
@@ -140,6 +144,17 @@ def test_every_kind_of_damage_is_noticed(interrupted, tmp_path):
                 folder.Folder(copy).verify(6)
                 pytest.fail(f"{name}: {label}")
             shutil.rmtree(copy)
+
+
+def test_files_that_others_leave_behind_are_no_damage(interrupted, tmp_path):
+    """A file manager has looked in."""
+    path, whole = interrupted
+    copy = shutil.copytree(path, tmp_path / "run")
+    for place in [p for p in (copy / "00000006").rglob("*") if p.is_dir()]:
+        for name in (".DS_Store", "._x", "Thumbs.db", ".nfs0001"):
+            (place / name).write_bytes(b"icons")
+    assert folder.Folder(copy).verify(6)["step"] == 6
+    assert same(whole.state, go(checkpoint=copy, every=3).state)
 
 
 def files_of(path):
@@ -544,6 +559,56 @@ def test_without_a_checkpoint_ctrl_c_is_as_ever(handlers):
     assert not isinstance(error.value, px.checkpoints.Interrupted)
 
 
+# ------------------------------------------------------------------------------------------ others' errors
+
+
+def stumble():
+    raise ZeroDivisionError("in an observer")
+
+
+def test_an_error_of_an_observer_costs_no_step(tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(ZeroDivisionError) as error:
+        go(checkpoint=path, every=100, **at_step(7, stumble))
+    assert folder.Folder(path).steps() == [7]
+    assert [note for note in error.value.__notes__ if str(path / "00000007") in note]
+    assert same(go().state, go(checkpoint=path, every=100).state)
+
+
+def test_an_error_of_an_observer_at_a_save(tmp_path):
+    """That step is saved already, or is not, and then without asking for its value."""
+    path = tmp_path / "run"
+    kept = px.Checkpoints(path, every=3, best=lambda snapshot: 1.0)
+    for step in (6, 7):
+        with pytest.raises(ZeroDivisionError):
+            go(checkpoint=kept, **at_step(step, stumble))
+        assert folder.Folder(path).steps()[-1] == step
+    assert same(go().state, go(checkpoint=kept).state)
+
+
+def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, capsys):
+    def full(self, step):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder.Folder, "begin", full)
+    with pytest.raises(ZeroDivisionError) as error:
+        go(checkpoint=tmp_path / "run", every=100, **at_step(7, stumble))
+    assert "No space left on device" in capsys.readouterr().err
+    assert not getattr(error.value, "__notes__", [])
+
+
+def test_an_error_before_the_first_step_leaves_no_checkpoint(tmp_path):
+    data = px.Stream(lambda step: iter([]), num_data=10)
+    target = px.Target(
+        log_prior=lambda x: -0.5 * jnp.sum(x**2),
+        log_likelihood=lambda x, y: -0.5 * (y - x[0]) ** 2,
+        num_data=10,
+    )
+    with pytest.raises(px.errors.DataError, match="batch of step 0"):
+        go(px.sgld(target, step_size=0.01), checkpoint=tmp_path / "run", data=data)
+    assert not folder.Folder(tmp_path / "run").steps()
+
+
 # ------------------------------------------------------------------------------------------ lost particles
 
 CLIFF = px.Target(lambda x: jnp.where(x[0] > 1.6, jnp.nan, -0.5 * jnp.sum(x**2)))
@@ -608,7 +673,7 @@ def test_replacing_does_not_depend_on_chunks_or_crashes(tmp_path, monkeypatch):
     monkeypatch.undo()
     saved = {"checkpoint": tmp_path / "run", "every": 10, "on_nonfinite": "replace"}
     late = whole.replaced[-1].step + 1
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(Crash):
         go(ROUGH, LOW, 90, **saved, **at_step(late, fail))
     resumed = go(ROUGH, LOW, 90, **saved)
     assert same(whole.state, resumed.state)

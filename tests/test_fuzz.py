@@ -28,7 +28,7 @@ def _without_hook():
     for name in hooked:
         del sys.modules[name]
     plain = importlib.import_module("particlax")
-    names = ("store", "folder", "streams", "run")
+    names = ("store", "folder", "streams", "history")
     parts = [importlib.import_module(f"particlax.{name}") for name in names]
     for name in [n for n in sys.modules if n.split(".")[0] == "particlax"]:
         del sys.modules[name]
@@ -36,8 +36,8 @@ def _without_hook():
     return plain, *parts
 
 
-px, store, folder, streams, run_module = _without_hook()
-streams.LONGEST, run_module.HISTORY_BYTES = 4, 1  # one size of block, one of buffer: fewer programs
+px, store, folder, streams, history = _without_hook()
+streams.LONGEST, history.HISTORY_BYTES = 4, 1  # one size of block, one of buffer: fewer programs
 LONG = int(os.environ.get("PARTICLAX_FUZZ", "0"))
 QUIET = settings(
     deadline=None,

@@ -89,9 +89,10 @@ def test_few_networks_are_never_gathered(found):
 
 
 def test_leaves_keep_their_own_sharding(found):
-    spec, gap = found["own"]
+    spec, gap, read_where_it_was = found["own"]
     assert "model" in spec
     assert gap < 1e-5
+    assert read_where_it_was
 
 
 def test_a_checkpoint_goes_on_with_other_devices(found):
@@ -184,6 +185,14 @@ def test_each_process_reads_its_own_rows_of_a_stream(pair):
         assert read == {"same rows": 40, "own rows": 20}
 
 
+def test_data_that_end_a_run_cost_no_step_in_any_process(pair):
+    for place, found in enumerate(pair[:2]):
+        line, steps, last = found["rescued"]
+        assert "the batch of step 3 is not finite" in line
+        assert ("in process 1 of 2" in line) == (place == 0)
+        assert (steps, last) == ([3], 3)
+
+
 def test_a_lost_process_ends_the_other_with_one_clear_line(folder, lost):
     (survivor, killed), (line, _), said = lost
     assert (survivor != 0, killed) == (True, -signal.SIGKILL)
@@ -196,6 +205,7 @@ def test_after_it_both_go_on_bit_for_bit(pair):
     for found in pair[:2]:
         assert found["lost"] == found["whole"]
         assert found["loaded"] == found["whole"]
+        assert found["placed"] == [found["whole"], "P('particles',)"]
 
 
 def test_checkpoints_of_two_processes_and_of_one_are_exchangeable(folder, pair, tmp_path):

@@ -25,7 +25,7 @@ def _without_hook():
         del sys.modules[name]
     plain = importlib.import_module("particlax.predictive")
     errors = importlib.import_module("particlax.errors")
-    history = importlib.import_module("particlax.run").History
+    history = importlib.import_module("particlax.history").History
     engine = importlib.import_module("particlax.sweep")
     for name in [n for n in sys.modules if n.split(".")[0] == "particlax"]:
         del sys.modules[name]

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import particlax as px
+from particlax import history
 
 run_module = sys.modules["particlax.run"]  # px.run is the function
 
@@ -175,10 +176,10 @@ def test_history_larger_than_the_device_buffer(room, key, monkeypatch):
     """A cloud of 6 x 2 floats has 48 bytes: buffers of 1, 2 and 4 clouds."""
     flow, sizes = FLOWS["sgld"], []
     whole = go(flow, cloud(), 40, key, thin=3)
-    monkeypatch.setattr(run_module, "HISTORY_BYTES", room)
-    keep = run_module._Keeper.keep
+    monkeypatch.setattr(history, "HISTORY_BYTES", room)
+    keep = history.Keeper.keep
     monkeypatch.setattr(
-        run_module._Keeper,
+        history.Keeper,
         "keep",
         lambda self, start, size, buffer: (
             sizes.append(len(jax.tree.leaves(buffer)[0])),

@@ -262,7 +262,7 @@ def test_an_error_comes_when_it_is_its_batchs_turn(arrays, tmp_path):
     saved = {"checkpoint": tmp_path / "run", "every": 5}
     with pytest.raises(OSError, match="the disk is gone"):
         go(FLOWS["sgld"], px.Stream(breaks, num_data=ROWS), 30, **saved)
-    assert px.checkpoints.load(tmp_path / "run").step == 15
+    assert px.checkpoints.load(tmp_path / "run").step == 17
 
 
 def test_a_finished_run_needs_no_batches(arrays, tmp_path, capsys):
@@ -343,7 +343,7 @@ def test_positions_in_numbers_of_numpy_and_in_objects():
         streams._as_json({"next": object()})
 
 
-class StopError(Exception):
+class StopError(BaseException):
     pass
 
 
@@ -440,6 +440,36 @@ def test_a_row_that_is_not_finite_names_its_step(arrays, small_blocks, key):
     used = jax.random.fold_in(key, 2**31 - 1)
     step = next(t for t in range(99) if 17 in plain.indices(used, jnp.array(t)))
     raises(lambda: px.Stream(bad, SIZE), f"batch of step {step}", "['x']", "not finite", steps=60)
+
+
+@pytest.mark.parametrize("ready_made", [False, True])
+def test_all_steps_before_data_that_are_not_finite_are_taken(
+    ready_made, arrays, small_blocks, tmp_path
+):
+    """The bad batch is in the middle of a block; the state before it comes with the error, and is saved."""
+    if ready_made:
+        good = batches_of(arrays, lambda step: (np.arange(SIZE) + step) % ROWS)
+        step = 10
+
+        def batches(first):
+            for now, batch in enumerate(good(first), first):
+                yield {**batch, "x": batch["x"] * (np.nan if now == step else 1)}
+
+        data, whole = (px.Stream(some, num_data=ROWS) for some in (batches, good))
+    else:
+        used = jax.random.fold_in(jax.random.key(0), 2**31 - 1)
+        whole = px.Minibatches(arrays, SIZE)
+        bad = {"x": arrays["x"].copy(), "y": arrays["y"]}
+        step = 10
+        bad["x"][int(whole.indices(used, jnp.array(step))[0]), 2] = np.nan
+        data = px.Stream(bad, SIZE)
+    with pytest.raises(px.errors.DataError, match=f"batch of step {step} is not finite") as error:
+        go(FLOWS["sgld"], data, 60, checkpoint=tmp_path / "run", every=100)
+    wanted = go(FLOWS["sgld"], whole, step).state
+    assert same(wanted, error.value.state)
+    seen = px.checkpoints.load(tmp_path / "run", flow=FLOWS["sgld"], particles=cloud())
+    assert same(wanted, seen.state)
+    assert any("00000010" in note for note in error.value.__notes__)
 
 
 def test_labels_are_checked_on_the_disk(arrays, tmp_path):
