@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import particlax as px
+from benchmarks import lowered
 from benchmarks.compiling import SAMPLERS
 from experiments import mnist
 from particlax import medians, pairwise, skinny
@@ -139,3 +140,37 @@ def test_every_sampler_traces_the_density_once(name):
     for steps in (1, 6):
         px.run(flow, start, steps=steps, key=jax.random.key(1), progress=False)
     assert calls == [(2,)]
+
+
+KERNELS = {
+    "stein-131072-2": 1,
+    "stein-65536-16": 1,
+    "stein-65536-64": 1,
+    "stein-16-25000000": 3,  # distances, for the pairs and for their floor (of which XLA can make one); mixing
+    "blob-131072-2": 2,  # densities, then the force
+    "gfsd-131072-2": 2,
+    "transport-131072-2": 1,
+    "median-8000-2": 3,
+    "step-2000-2": 4,
+    "step-8000-2": 4,
+    "step-1048576-2": 4,
+    "logistic-100": 0,  # too few particles for kernels to pay
+    "networks-SGLD": 0,
+    "networks-SVGD": 3,
+    "networks-w-SGLD": 3,
+    "networks-w-SGLD-B": 3,
+    "networks-pi-SGLD": 3,  # both terms in one pass
+}
+
+
+def test_kernels_of_the_programs_for_a_gpu():
+    """As many as when they were measured: no second pass over the cloud, none that is left to plain XLA."""
+    found = {}
+    try:
+        for name, function, args in lowered.programs():
+            text = lowered.lowered(function, args)
+            found[name] = text.count("@__gpu$xla.gpu.triton")
+            assert "tt.func" in text or not found[name]
+    except RuntimeError as error:
+        pytest.skip(f"this JAX lowers for GPUs only where one is: {error}")
+    assert found == KERNELS
