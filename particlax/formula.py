@@ -23,7 +23,11 @@ CALLS = {
     "custom_vjp_call": "call_jaxpr",
 }
 """Primitives that call a function, by the name of the parameter that holds it."""
-SAME = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "stop_gradient"}
+SAME = {
+    *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "stop_gradient"),
+    # On a mesh: JAX tells where a number lies that was made outside of the part for one device.
+    *("mesh_cast", "pcast", "pvary", "reshard", "sharding_constraint"),
+}
 """Primitives that do nothing to a float32 scalar."""
 ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "ceil", "clamp", "cos", "div", "eq", "exp", "exp2", "expm1"),

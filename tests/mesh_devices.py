@@ -1,6 +1,7 @@
 """Run by tests/test_mesh.py on 8 virtual devices: prints one JSON object of what it found."""
 
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -16,8 +17,9 @@ import optax  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import particlax as px  # noqa: E402
-from benchmarks.exchange import expected, in_a_step  # noqa: E402
-from particlax import sharding  # noqa: E402
+from benchmarks import absent  # noqa: E402
+from benchmarks.exchange import expected, in_a_step, lowered  # noqa: E402
+from particlax import fused, gpu, sharding  # noqa: E402
 from particlax.errors import ParticlaxError  # noqa: E402
 from tests.mesh_runs import ROWS, cloud, gap, go, regression, sampler, special_runs, target  # noqa: E402
 
@@ -136,6 +138,24 @@ def checkpoint():
     return devices, float(jnp.max(jnp.abs(np.asarray(found.particles["w"]) - plain.particles["w"])))
 
 
+def for_gpus():
+    """The kernels in a program for eight GPUs, by way; and how far kernels, interpreted, are from one device without them."""
+    kernels, flow, gather = {}, px.svgd(target(), step_size=0.01), sharding.GATHER_BYTES
+    for way, room in (("gather", gather), ("ring", 0)):
+        sharding.GATHER_BYTES = room
+        with absent.tracing():
+            text = lowered(flow, cloud(1 << 14, 3), EIGHT, platform="cuda").as_text()
+        kernels[way] = sorted(set(re.findall(r'name = "(_\w+)"', text)))
+    start, least = cloud(256, 3), fused.LEAST
+    one, gpu.MODE, fused.LEAST = go(flow, start, steps=2), "interpret", 1
+    gaps = {}
+    for way, room in (("gather", gather), ("ring", 0)):
+        sharding.GATHER_BYTES = room
+        gaps[way] = gap(one, go(flow, start, EIGHT, steps=2))
+    sharding.GATHER_BYTES, gpu.MODE, fused.LEAST = gather, None, least
+    return kernels, gaps
+
+
 def refused():
     lines = []
     wrong = jax.make_mesh((8,), ("x",))
@@ -159,6 +179,7 @@ if __name__ == "__main__":
         "own": own_sharding(),
         "checkpoint": checkpoint(),
         "refused": refused(),
+        "gpus": for_gpus(),
     }
     with jax.enable_x64(True):
         found["double"] = samplers()
