@@ -139,13 +139,14 @@ def checkpoint():
 
 
 def for_gpus():
-    """The kernels in a program for eight GPUs, by way; and how far kernels, interpreted, are from one device without them."""
+    """The kernels in programs for eight GPUs, by sampler and way; and how far kernels, interpreted, are from one device without them."""
     kernels, flow, gather = {}, px.svgd(target(), step_size=0.01), sharding.GATHER_BYTES
     for way, room in (("gather", gather), ("ring", 0)):
-        sharding.GATHER_BYTES = room
-        with absent.tracing():
-            text = lowered(flow, cloud(1 << 14, 3), EIGHT, platform="cuda").as_text()
-        kernels[way] = sorted(set(re.findall(r'name = "(_\w+)"', text)))
+        for name in ("svgd", "w_sgld", "w_sgld_b", "pi_sgld"):
+            sharding.GATHER_BYTES = room
+            with absent.tracing():
+                text = lowered(sampler(name), cloud(1 << 14, 3), EIGHT, platform="cuda").as_text()
+            kernels[f"{name}, {way}"] = sorted(set(re.findall(r'name = "(_\w+)"', text)))
     start, least = cloud(256, 3), fused.LEAST
     one, gpu.MODE, fused.LEAST = go(flow, start, steps=2), "interpret", 1
     gaps = {}

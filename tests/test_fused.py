@@ -10,6 +10,8 @@ import pytest
 
 import particlax as px
 from particlax import formula, fused, gpu, kernels, medians, pairwise, radix
+from particlax.diffusions import GFSD, Blob, Transport
+from particlax.terms import Cloud, Frame
 
 from . import references as ref
 
@@ -283,3 +285,26 @@ def test_kernels_lower_for_a_gpu(dim, wide, monkeypatch):
     except RuntimeError as error:
         pytest.skip(f"this JAX lowers for GPUs only where one is: {error}")
     assert program.as_text().count("triton") >= 5
+
+
+PASSES = {  # kernels over all pairs that a velocity takes: densities come before the forces that need them
+    **{f"Stein, {name}": (1, lambda name=name: px.Stein(kernel=getattr(kernels, name)())) for name in ("RBF", "IMQ", "Laplace", "Mixture")},
+    **{f"Blob, {name}": (2, lambda name=name: Blob(kernel=getattr(kernels, name)())) for name in ("RBF", "IMQ", "Laplace", "Mixture")},
+    "Blob, calibrated": (2, lambda: Blob(calibrate=True)),
+    "GFSD": (2, GFSD),
+    "Transport": (1, Transport),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_term_has_its_kernels_on_a_gpu(name, monkeypatch):
+    """None falls back to strips of the matrix of pairs without a word."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    passes, make = PASSES[name]
+    term, x = make(), jax.ShapeDtypeStruct((5000, 2), jnp.float32)
+    velocity = lambda x: term(Cloud(x, -x, jnp.int32(0), Frame(), x), None, term.init(x))[0].drift
+    try:
+        program = jax.jit(velocity).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    except RuntimeError as error:
+        pytest.skip(f"this JAX lowers for GPUs only where one is: {error}")
+    assert program.count('name = "_direct_body"') == passes
