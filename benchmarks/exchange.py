@@ -122,7 +122,7 @@ def lowered(
         return engine._step(engine.Fixed(flow, data, keys[0], keys[1], layout), state)[0]
 
     platform = platform or {"gpu": "cuda"}.get(mesh.devices.flat[0].platform)
-    return jax.jit(step).trace(*args).lower(lowering_platforms=platform and (platform,))
+    return jax.jit(step).trace(*args).lower(lowering_platforms=(platform,) if platform else None)
 
 
 def in_a_step(flow: Any, particles: Any, mesh: Any, data: Any = None) -> list[Message]:

@@ -158,23 +158,20 @@ TRIES = 5
 def _loaded(
     place: Folder, step: int | str | None, flow: Flow | None, particles: PyTree | State
 ) -> Checkpoint:
-    step, manifest = _chosen(place, step)
-    like = None
-    if flow is not None:
-        like = _like(flow, particles)
-        refuse_misfit(place.path, manifest, like)
-    leaves = read(
-        place,
-        step,
-        manifest["leaves"],
-        None if like is None else jax.tree.leaves(like),
-        team_of(None if like is None else getattr(like["log_density"].sharding, "mesh", None)),
-    )
+    like = None if flow is None else _like(flow, particles)
+    places = None if like is None else like["log_density"].sharding
+    team = team_of(getattr(places, "mesh", None))
+    chosen: int = team.by_first(lambda: _chosen(place, step))  # the same in all processes
+    manifest = place.manifest(chosen)
+    if like is not None:
+        team.each(lambda: refuse_misfit(place.path, manifest, like))
+    found = None if like is None else jax.tree.leaves(like)
+    leaves = read(place, chosen, manifest["leaves"], found, team)
     tree = None if like is None else jax.tree.unflatten(jax.tree.structure(like), leaves)
     nested = _nested(manifest["leaves"], leaves)
     state = nested["state"]
     return Checkpoint(
-        step=step,
+        step=chosen,
         particles=state["particles"] if tree is None else tree["state"].particles,
         carried=state.get("carried", ()) if tree is None else tree["state"].carried,
         shared=state.get("shared", {}).get("values") if tree is None else _values(tree["state"]),
@@ -183,7 +180,7 @@ def _loaded(
         value=manifest["value"],
         config=manifest["config"],
         versions=manifest["versions"],
-        path=str(place.home(step)),
+        path=str(place.home(chosen)),
     )
 
 
@@ -213,27 +210,39 @@ def newest_good(folder: Folder) -> tuple[int, dict[str, Any]]:
 def refuse_misfit(path: Any, manifest: dict[str, Any], like: PyTree) -> None:
     """Refuse a checkpoint whose arrays are not those of the tree `like`."""
     leaves = jax.tree_util.tree_leaves_with_path(like)
-    shape = lambda leaf: (list(leaf.shape), str(leaf.dtype))
-    saved = [(entry["shape"], entry["dtype"]) for entry in manifest["leaves"] if "key" not in entry]
-    plain = [leaf for _, leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    if len(leaves) != len(manifest["leaves"]) or [shape(leaf) for leaf in plain] != saved:
-        name = lambda p: jax.tree_util.keystr(p, simple=True, separator=".")
-        wanted = [f"{name(p)} {leaf.dtype}{list(leaf.shape)}" for p, leaf in leaves]
-        found = [f"{entry['dtype']}{entry['shape']}" for entry in manifest["leaves"]]
-        # Those that differ, if the others can be paired; or all, up to a number.
-        pairs = [(w, f) for w, f in zip(wanted, found, strict=False) if not w.endswith(f" {f}")]
-        if len(wanted) == len(found) and pairs:
-            wanted, found = (list(some) for some in zip(*pairs, strict=True))
-        short = lambda some: ", ".join(some[:SHOWN]) + (", ..." if len(some) > SHOWN else "")
-        raise CheckpointError(
-            f"the arrays in {path} do not fit this flow: found {short(found)}; expected {short(wanted)}. Use the flow and the number "
-            "of particles of that run (and its setting of jax_enable_x64)"
-        )
+    name = lambda p: jax.tree_util.keystr(p, simple=True, separator=".")
+    shape = lambda leaf: None if _is_key(leaf) else f"{leaf.dtype}{list(leaf.shape)}"
+    wanted = [(name(p), shape(leaf)) for p, leaf in leaves]
+    found = [
+        (".".join(str(part) for _, part in entry["place"]), None if "key" in entry else f"{entry['dtype']}{entry['shape']}")
+        for entry in manifest["leaves"]
+    ]  # fmt: skip
+    # Packages may change how they call what they remember, but particles are called as the user does.
+    theirs = lambda label: label if label.startswith("state.particles") else ""
+    known = lambda some: [(theirs(label), kind) for label, kind in some]
+    if known(wanted) == known(found):
+        return
+    # Those that differ, if the others can be paired; or all, up to a number.
+    if len(wanted) == len(found):
+        pairs = zip(wanted, found, known(wanted), known(found), strict=True)
+        apart = [(w, f) for w, f, a, b in pairs if a != b]
+        wanted, found = [w for w, _ in apart], [f for _, f in apart]
+    said = lambda some: [f"{label} {kind or 'key'}" for label, kind in some[:SHOWN]]
+    short = lambda some: ", ".join(said(some)) + (", ..." if len(some) > SHOWN else "")
+    raise CheckpointError(
+        f"the arrays in {path} do not fit this flow: found {short(found)}; expected {short(wanted)}. Use the flow and the number "
+        "of particles of that run (and its setting of jax_enable_x64)"
+    )
 
 
-def _chosen(folder: Folder, step: int | str | None) -> tuple[int, dict[str, Any]]:
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _chosen(folder: Folder, step: int | str | None) -> int:
+    """The checkpoint that was asked for, which is whole."""
     if step is None:
-        return newest_good(folder)
+        return newest_good(folder)[0]
     if step == "best":
         step = _best(folder)
     if isinstance(step, str) or step not in folder.steps():
@@ -241,7 +250,8 @@ def _chosen(folder: Folder, step: int | str | None) -> tuple[int, dict[str, Any]
             f"there is no checkpoint of step {step!r} in {folder.path}; there are {folder.steps()}"
         )
     try:
-        return step, folder.verify(step)
+        folder.verify(step)
+        return step
     except DamagedError as damage:
         raise CheckpointError(
             f"{folder.home(step)} is damaged: {damage}. Choose another of {folder.steps()}"
@@ -275,20 +285,25 @@ def _values(state: State) -> PyTree:
 
 
 def _like(flow: Flow, particles: PyTree | State) -> PyTree:
-    """What a checkpoint of the flow holds, by shape, and where: on the mesh of the particles, if they have one."""
+    """What a checkpoint of the flow holds, by shape, and where: on the mesh or the device of the particles."""
     given = placement.loosened(particles)
     state = given if isinstance(given, State) else jax.eval_shape(flow.init, given)
     cloud = jax.tree.leaves(given.particles if isinstance(given, State) else given)
+    homes = [getattr(leaf, "sharding", None) for leaf in cloud]
     # What optimizers remember of a leaf is where the leaf is.
-    known = {np.shape(leaf): getattr(leaf, "sharding", None) for leaf in reversed(cloud)}
-    num, mesh = np.shape(cloud[0])[:1], getattr(known[np.shape(cloud[0])], "mesh", None)
-    tree = {"log_density": jax.ShapeDtypeStruct(num, jnp.result_type(float)), "state": state}
-    at = lambda leaf: getattr(leaf, "sharding", None) or known.get(leaf.shape)
-    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at(leaf))
-    tree = jax.tree.map(shape, tree)
-    if placement.AXIS not in getattr(mesh, "axis_names", ()):
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-    return placement.placed(placement.layout_of(mesh, tree, *num), tree)
+    known = dict(reversed([(np.shape(leaf), at) for leaf, at in zip(cloud, homes, strict=True)]))
+    own = iter(homes)
+    shape = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+    moving = jax.tree.map(lambda leaf: shape(leaf, next(own)), state.particles)
+    found = lambda leaf: getattr(leaf, "sharding", None) or known.get(leaf.shape)
+    state = eqx.tree_at(lambda s: s.particles, jax.tree.map(lambda a: shape(a, found(a)), state), moving)  # fmt: skip
+    num, home = np.shape(cloud[0])[0], homes[0]
+    tree = {"log_density": jax.ShapeDtypeStruct((num,), jnp.result_type(float)), "state": state}
+    if home is None:  # NumPy's
+        return tree
+    if isinstance(home, jax.sharding.NamedSharding) and home.spec[:1] == (placement.AXIS,):
+        return placement.placed(placement.layout_of(home.mesh, tree, num), tree)
+    return jax.tree.map(lambda leaf: shape(leaf, placement.beside(leaf.sharding, home)), tree)
 
 
 def _nested(entries: list[dict[str, Any]], leaves: list[Any]) -> Any:

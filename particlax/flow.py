@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from particlax import pairwise
+from particlax import pairwise, placement
 from particlax.blocks import few
 from particlax.checks import refuse_not_finite
 from particlax.errors import OptionError, ParticleError, expect, known_options
@@ -121,7 +121,7 @@ class Flow(eqx.Module):
         networks, as `px.networks.split` makes it: single values that no term moves, only their mean score.
         """
         try:
-            cloud = as_cloud(particles)
+            cloud = as_cloud(placement.loosened(particles))
         except ParticleError as error:
             if not (self.target.stateful and type(particles) is tuple and len(particles) == 2):
                 raise

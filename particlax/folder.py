@@ -91,6 +91,8 @@ class Folder:
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 self._lock.truncate(0)
+                if fcntl is not None:  # for a child, too, that was forked a moment ago
+                    fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._lock.close()
             self._lock = None
 
@@ -131,15 +133,23 @@ class Folder:
         """See every file of a checkpoint onto the disk, write its manifest, and give it its name."""
         place = self.unfinished(step)
         files = {str(f.relative_to(place)): _stamp(f, sync=True) for f in _files(place)}
-        body = {"format": FORMAT, "step": step, **content, "files": files}
-        with (place / MANIFEST).open("w") as out:
-            json.dump({**body, "sha256": _digest(body)}, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
+        _write(place / MANIFEST, {"format": FORMAT, "step": step, **content, "files": files})
         for folder in (p for p in (place, *place.rglob("*")) if p.is_dir()):
             _sync(folder)
         place.rename(self.home(step))
         _sync(self.path)
+
+    def amend(self, step: int, changes: dict[str, Any]) -> None:
+        """Change what is written about a checkpoint, all at once."""
+        new = self.path / f"unfinished-{MANIFEST}"
+        try:
+            _write(new, {**self.manifest(step), **changes})
+            new.replace(self.home(step) / MANIFEST)
+            _sync(self.home(step))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.home(step) / MANIFEST} cannot be written: {error}. Mend that, and run the same command again"
+            ) from error
 
     def abandon(self, step: int) -> None:
         """Give up a checkpoint that could not be written, and its room on the disk."""
@@ -239,6 +249,14 @@ def _stamp(path: Path, sync: bool = False) -> dict[str, Any]:
         if sync:
             raise
         raise DamagedError(f"{path.name} cannot be read ({error})") from None
+
+
+def _write(path: Path, body: dict[str, Any]) -> None:
+    """A manifest, with its own hash."""
+    with path.open("w") as out:
+        json.dump({**body, "sha256": _digest(body)}, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from particlax.processes import Team, team_of
 
 __all__ = [
     "Layout",
+    "beside",
     "here",
     "layout_of",
     "loosened",
@@ -126,6 +127,13 @@ def put(layout: Layout | None, state: PyTree) -> PyTree:
     move = lax.with_sharding_constraint if _traced(leaves) else _device_put
     moved = [move(leaf, place) for leaf, place in zip(leaves, _places(layout), strict=True)]
     return jax.tree.unflatten(structure, moved)
+
+
+def beside(own: Any, home: Any) -> Any:
+    """Where an array lies that must be on the devices of the particles, whose sharding is `home`; its `own`, if they are the same."""
+    if own is not None and own.device_set == home.device_set:
+        return own
+    return NamedSharding(home.mesh, PartitionSpec()) if isinstance(home, NamedSharding) else home
 
 
 def replicated(layout: Layout | None, tree: PyTree) -> PyTree:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import placement, programs
+from particlax.begun import Begun, NoSaver
 from particlax.checkpoints import Checkpoints, say
 from particlax.checks import as_key, whole
 from particlax.data import Minibatches
@@ -36,7 +37,7 @@ from particlax.history import History, Keeper
 from particlax.particles import num_particles
 from particlax.processes import Team
 from particlax.progress import Bar
-from particlax.saver import Begun, NoSaver, Saver
+from particlax.saver import Saver
 from particlax.sources import check_stream, checked_data
 from particlax.streams import Feed, Stream
 
@@ -135,7 +136,7 @@ def run(
     expect("flow", flow, Flow, "px.svgd(target, optimizer=optax.adam(0.05))")
     watching = [observers] if callable(observers) else list(observers)
     key, saving = as_key(key), _checkpoints(checkpoint, every, thin)
-    particles = particles if mesh is None else placement.loosened(particles)
+    particles = placement.loosened(particles)
     state = _resumed(flow, particles) if isinstance(particles, State) else flow.init(particles)
     if thin and state.shared is not None:
         raise OptionError(
@@ -157,7 +158,10 @@ def run(
         begun = saver.begin(config, state, first + steps, watched=bool(watching))
         steady = saving is not None and saving.repeatable and programs.chooses(state)
         task = _Task(flow, key, first, steps, thin, watching, observe_every, on_nonfinite, steady, layout)  # fmt: skip
-        with task.source(begun, data), Bar(steps, progress, int(begun.state.step) - first) as bar:
+        with (
+            task.source(begun, data, saver),
+            Bar(steps, progress, int(begun.state.step) - first) as bar,
+        ):
             return task.run(begun, saver, bar)
 
 
@@ -206,7 +210,7 @@ class _Task:
         self.data_key = jax.random.fold_in(self.key, 2**31 - 1)
 
     @contextlib.contextmanager
-    def source(self, begun: Begun, data: Any) -> Any:
+    def source(self, begun: Begun, data: Any, saver: Saver | NoSaver) -> Any:
         """The data of the run, checked; streams are open while the run goes on."""
         if not isinstance(data, Stream):
             data = checked_data(self.flow, begun.state, data, self.key)
@@ -217,7 +221,8 @@ class _Task:
             yield
             return
         span = (self.first, int(begun.state.step), self.last)
-        feed = Feed(data, self.data_key, span, begun.position, self.layout)
+        with self._rescuing(saver, self._resumed(begun)):
+            feed = Feed(data, self.data_key, span, begun.position, self.layout)
         self.feed = feed
         try:
             check_stream(self.flow, begun.state, data, feed, self.key)
@@ -227,12 +232,12 @@ class _Task:
 
     def run(self, begun: Begun, saver: Saver | NoSaver, bar: Bar) -> Result:
         """Step until the end, looking up between chunks."""
-        began, (state, log_density, replaced, _, stopped) = time.perf_counter(), begun
+        began, (state, log_density, replaced, _, stopped, _) = time.perf_counter(), begun
         every = self.observe_every if self.watching else None
         done = int(state.step) - self.first
         pace = _Pace(self.steps, every, done, self._together(state, every or 0, saver.steps))
         keeper = Keeper(state, self.thin, self.steps)
-        here: Begun | None = None  # no step is lost before the first
+        here, stopped = self._resumed(begun), stopped or self._seen(begun, saver)
         while pace.done < self.steps and not stopped:
             step = self.first + pace.done
             room = functools.partial(self._room, step, pace, keeper, saver)
@@ -240,6 +245,10 @@ class _Task:
                 size = min(
                     self.team.each(room)
                 )  # all take the same steps, whatever their clocks say
+            if not size:  # the data are slow, but signals are not to wait for them
+                shown = functools.partial(self._shown, state, log_density, 0.0)
+                saver.look(here or begun, end=False, snapshot=shown)
+                continue
             try:
                 clock = Clock(jnp.int32(max(keeper.thin, 1)), keeper.rows, pace.together)
                 taken = self._advance(state, step, size, clock, replaced)
@@ -254,7 +263,7 @@ class _Task:
             place = self.feed.position(step + taken.steps) if self.feed else None
             here = Begun(state, log_density, replaced, place)
             if taken.steps and pace.due():
-                with self._rescuing(saver, here):
+                with self._rescuing(saver, here, observed=False):
                     stopped = _observe(self.watching, shown)
             stopped = any(self.team.each(functools.partial(bool, stopped)))
             end = stopped or pace.done == self.steps
@@ -262,19 +271,36 @@ class _Task:
         seconds = time.perf_counter() - began
         return Result(state, log_density, keeper.history(), seconds, stopped, tuple(replaced))
 
+    def _resumed(self, begun: Begun) -> Begun | None:
+        """Where the run was when it began, if it has taken steps before."""
+        return begun if int(begun.state.step) > self.first else None
+
+    def _seen(self, begun: Begun, saver: Saver | NoSaver) -> bool:
+        """Show observers the state at which one of them had raised; whether they end the run there."""
+        if begun.observed or not self.watching:
+            return False
+        shown = functools.partial(self._shown, begun.state, begun.log_density, 0.0)
+        with self._rescuing(saver, begun, observed=False):
+            stopped = _observe(self.watching, shown)
+        stopped = any(self.team.each(functools.partial(bool, stopped)))
+        saver.seen(begun._replace(stopped=stopped), shown)
+        return stopped
+
     @contextlib.contextmanager
-    def _rescuing(self, saver: Saver | NoSaver, here: Begun | None) -> Iterator[None]:
-        """What data or observers raise must not cost the steps before it."""
+    def _rescuing(
+        self, saver: Saver | NoSaver, here: Begun | None, *, observed: bool = True
+    ) -> Iterator[None]:
+        """What data or observers raise must not cost the steps before it; `observed`, whether observers have seen the last one."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # A save takes all processes, and only a refusal of data is known to all.
-            alike = isinstance(error, DataError) or not self.team.several
+            alike = not self.team.several or (observed and isinstance(error, DataError))
             if here is not None and alike:
-                if isinstance(error, DataError):
+                if isinstance(error, DataError) and error.state is None:
                     error.state = copy(here.state)
                     error.add_note(f"The state of step {int(here.state.step)} is in its .state.")
-                saver.rescue(error, here)
+                saver.rescue(error, here._replace(observed=observed))
             raise
 
     def _room(self, step: int, pace: "_Pace", keeper: "Keeper", saver: Saver | NoSaver) -> int:

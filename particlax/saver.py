@@ -1,18 +1,17 @@
 """The part of a run that saves it: resume, save when due, answer signals, and name the last good checkpoint."""
 
+import contextlib
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from particlax import placement
+from particlax.begun import Begun, fresh
 from particlax.checkpoints import (
     EXIT_SAVED,
     Checkpoints,
@@ -24,68 +23,14 @@ from particlax.checkpoints import (
     values,
 )
 from particlax.engine import Replaced, copy
-from particlax.errors import CheckpointError, LostError, NonFiniteError
+from particlax.errors import CheckpointError, DataError, LostError, NonFiniteError
 from particlax.fingerprint import differences
 from particlax.flow import State
 from particlax.folder import DamagedError, Folder
-from particlax.particles import num_particles
 from particlax.placement import Layout
 from particlax.processes import Team
+from particlax.signals import Signals
 from particlax.store import Store, read
-
-
-class Begun(NamedTuple):
-    """Where a run starts: at the beginning, or where a checkpoint left it."""
-
-    state: State
-    log_density: Array
-    replaced: list[Replaced]
-    position: Any = None
-    stopped: bool = False
-    """Whether an observer has ended the run already."""
-
-
-def fresh(state: State, layout: Layout | None = None) -> Begun:
-    """The beginning."""
-    unknown = jnp.full(num_particles(state.particles), jnp.nan, jnp.result_type(float))
-    return Begun(state, placement.rows(layout, unknown), [])
-
-
-class NoSaver:
-    """A run without checkpoints."""
-
-    steps = 0
-
-    def __init__(self, layout: Layout | None = None):
-        self.layout = layout
-
-    def __enter__(self) -> "NoSaver":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Nothing is open."""
-
-    def begin(self, config: Any, state: State, last: int, *, watched: bool) -> Begun:
-        """The beginning, always."""
-        return fresh(state, self.layout)
-
-    def room(self, step: int) -> int:
-        """Any number of steps."""
-        return 1 << 30
-
-    def look(self, begun: Begun, *, end: bool, snapshot: Callable[[], Any]) -> None:
-        """Nothing to save."""
-
-    def explained(self, error: NonFiniteError) -> NonFiniteError:
-        """The error as it is."""
-        return error
-
-    def rescue(self, error: Exception, begun: Begun) -> None:
-        """Nowhere to save to."""
-
-    def again(self) -> str:
-        """How to go on after another process was lost."""
-        return "Run the same command again in all processes; with checkpoint='a folder' it would go on where it was"
 
 
 class Saver:
@@ -95,7 +40,7 @@ class Saver:
         self.options, self.layout = options, layout
         self.team = Team() if layout is None else layout.team
         self.folder = Folder(options.folder)
-        self.signals = _Signals()
+        self.signals = Signals()
         timed = isinstance(options.every, str)
         self.steps = 0 if timed else int(options.every)
         self.interval = seconds(str(options.every)) if timed else np.inf
@@ -133,13 +78,17 @@ class Saver:
                 self.store.close()
             self.folder.unlock()
             self.signals.stop()
-        if error is None and self.signals.came is not None:
-            self._heard(self.signals.came)
+        unheard = error is None or (
+            isinstance(error, Exception) and not isinstance(error, LostError)
+        )
+        if unheard and self.signals.came is not None:
+            self._heard(self.signals.came, error)
 
-    def _heard(self, came: int) -> None:
-        """Answer a signal that came too late to end the run."""
+    def _heard(self, came: int, error: BaseException | None) -> None:
+        """Answer a signal that came too late to end the run, or while an error did."""
         if came == signal.SIGTERM and signal.getsignal(came) == signal.SIG_DFL:
-            self._say(f"told to end (SIGTERM): the run is finished and saved: {self._last()}")
+            how = "finished" if error is None else f"ended by {type(error).__name__} ({error})"
+            self._say(f"told to end (SIGTERM): the run is {how} and saved: {self._last()}")
             raise SystemExit(EXIT_SAVED)
         signal.raise_signal(came)
 
@@ -163,6 +112,11 @@ class Saver:
         # Copied: arrays made from files cannot always be donated, and would be held twice.
         tree = copy(jax.tree.unflatten(jax.tree.structure(like), leaves))
         tree["state"] = placement.put(self.layout, tree["state"])  # leaves without elements, too
+        if self.layout is None:  # the step number and its like are read to the first device
+            home = jax.tree.leaves(state.particles)[0].sharding
+            tree = jax.tree.map(
+                lambda a: jax.device_put(a, placement.beside(a.sharding, home)), tree
+            )
         self.team.by_first(lambda: self._set_aside_after(step))
         self.saved = step
         if self.options.best is not None:
@@ -173,7 +127,9 @@ class Saver:
         verb = "finished" if ended else "resuming"
         where = f"{':' if ended else ' from'} {self.folder.home(step)}"
         self._say(f"{verb} at step {step} of {last}{where}")
-        return Begun(tree["state"], tree["log_density"], replaced, manifest["position"], stopped)
+        observed = manifest.get("observed", True)
+        rest = (replaced, manifest["position"], stopped, observed)
+        return Begun(tree["state"], tree["log_density"], *rest)
 
     def _find_best(self) -> None:
         """Note what `best` gave, by step, after the best of all was seen to be whole: another takes the place of a damaged one."""
@@ -255,25 +211,51 @@ class Saver:
         if end:
             self._waited(begun.state)
 
-    def rescue(self, error: Exception, begun: Begun) -> None:
+    def rescue(self, error: BaseException, begun: Begun) -> None:
         """Save where the run was when its data or an observer raised `error`, which is told where."""
+        assert self.store is not None
         step = int(begun.state.step)
+        try:
+            self.store.settle()
+        except CheckpointError as failure:  # of the save before
+            self._say(str(failure))
+        note = f"The state of step {step} is saved in {self.folder.home(step)}; the same command goes on from there"
         try:
             if step != self.saved:
                 self._save(begun, step, None)
             self._waited(begun.state)
         except CheckpointError as failure:
-            self._say(str(failure))
-            return
-        again = "the same command goes on from there once that is mended"
-        error.add_note(f"The state of step {step} is saved in {self.folder.home(step)}; {again}.")
+            note = str(failure)
+            with contextlib.suppress(Exception):
+                error.state = failure.state  # pyright: ignore
+        if isinstance(error, DataError):
+            note += f", with mended arrays by px.Checkpoints({str(self.options.folder)!r}, strict=False)"
+        with contextlib.suppress(Exception):  # some errors cannot be changed
+            error.add_note(f"{note}.")
+
+    def seen(self, begun: Begun, snapshot: Callable[[], Any]) -> None:
+        """Note of a state that was saved when an observer raised what observers, and `best`, say of it now."""
+        step, value = int(begun.state.step), self._value(begun, snapshot)
+        now = {"observed": True, "stopped": begun.stopped, "value": value}
+        self.team.by_first(lambda: self.folder.amend(step, now))
+        if value is not None and self.team.first:
+            self.known[step] = value
+
+    def _value(self, begun: Begun, snapshot: Callable[[], Any]) -> float | None:
+        """What `best` says; if it raises, the state is saved without."""
+        if self.options.best is None:
+            return None
+        try:
+            value = float(self.options.best(snapshot()))
+        except Exception as error:
+            if not self.team.several:
+                self.rescue(error, begun)
+            raise
+        return value if np.isfinite(value) else None
 
     def _save(self, begun: Begun, step: int, snapshot: Callable[[], Any] | None) -> None:
         assert self.store is not None
-        value = None
-        if self.options.best is not None and snapshot is not None:
-            value = float(self.options.best(snapshot()))
-            value = value if np.isfinite(value) else None
+        value = None if snapshot is None else self._value(begun, snapshot)
         content = {
             "config": self.config,
             "versions": _versions(),
@@ -281,6 +263,7 @@ class Saver:
             "replaced": [list(entry) for entry in begun.replaced],
             "position": begun.position,
             "stopped": begun.stopped,
+            "observed": begun.observed,
             "last": self.last,
         }
         # A copy: the run donates the state's buffers while they are still being written.
@@ -351,32 +334,6 @@ class Saver:
             self._say(f"told to end (SIGTERM): {again}")
             raise SystemExit(EXIT_SAVED)
         raise Interrupted(f"interrupted: {again}", state=copy(state), checkpoint=str(path))
-
-
-class _Signals:
-    """Notes SIGTERM and Ctrl-C for the run to read between chunks; the second Ctrl-C counts at once."""
-
-    def __init__(self) -> None:
-        self.came: int | None = None
-        self.old: dict[int, Any] = {}
-
-    def start(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                # A job in the background ignores Ctrl-C, which is meant for another.
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self.old[number] = signal.signal(number, self._note) or signal.SIG_DFL
-
-    def stop(self) -> None:
-        for number, handler in self.old.items():
-            signal.signal(number, handler)
-        self.old = {}
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self.came == number == signal.SIGINT:
-            signal.default_int_handler(number, frame)
-        if self.came != signal.SIGTERM:  # whoever said that waits for its exit code
-            self.came = number
 
 
 def _versions() -> dict[str, str]:

@@ -1,14 +1,11 @@
 """Data larger than memory: batches gathered on the host by a thread, a chunk of steps ahead of the device."""
 
-import copy
 import functools
-import json
 import queue
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import equinox as eqx
@@ -22,6 +19,7 @@ from particlax.checks import whole
 from particlax.data import batch_rows, check_batch, transformed
 from particlax.errors import DataError, known_options
 from particlax.placement import Layout
+from particlax.ready import WAIT_SECONDS, Ready, finite_steps
 from particlax.sharding import Shares
 from particlax.target import num_rows
 
@@ -31,8 +29,6 @@ STREAM_BYTES = 1 << 26
 """Size of the batches that go to the device at once; two such blocks are in memory, one in use and one to come."""
 LONGEST = 4096
 """Most steps of one block."""
-WAIT_SECONDS = 0.5
-"""How long batches that come ready-made are waited for before those that have come are used."""
 
 
 class Stream:
@@ -114,12 +110,13 @@ class Feed:
     ):
         first, step, self.last = span
         self.stream, total = stream, self.last - first
-        source = stream.source
-        self.batches = (
-            _Ready(source, step, position) if stream.ready_made else _Gathered(stream, key)
-        )
         # Threads start without the settings of the one that made them.
         self.x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore
+        self.batches = (
+            Ready(stream.source, step, position, self.x64)
+            if stream.ready_made
+            else _Gathered(stream, key)
+        )
         self.example = self.batches.example()
         self.shares = None if layout is None else Shares(layout, num_rows(self.example))
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.example))
@@ -129,8 +126,9 @@ class Feed:
         )  # one program: one shape
         self.block: Block | None = None
         self.start = self.end = step
+        self.batches.begin(self.rows)
         self.loader = _Loader()
-        self.leave = weakref.finalize(self, self.loader.orders.put, None)
+        self.leave = weakref.finalize(self, _end, self.loader, self.batches)
         self.coming = self._load(step)
 
     def at(self, step: int) -> Block:
@@ -145,7 +143,9 @@ class Feed:
         return self.block
 
     def room(self, step: int) -> int:
-        """How many steps the block of `step` still has."""
+        """How many steps the block of `step` still has; 0 if it is slow to come."""
+        if (self.block is None or step >= self.end) and not wait([self.coming], WAIT_SECONDS).done:
+            return 0
         self.at(step)
         return self.end - step
 
@@ -154,7 +154,7 @@ class Feed:
         return self.batches.position(step)
 
     def close(self) -> None:
-        """Leave the thread behind; it ends with its block."""
+        """Leave the threads behind; they end with what they are at."""
         self.leave()
         self.loader.join(timeout=5.0)
 
@@ -204,9 +204,17 @@ class _Loader(threading.Thread):
             del order, found, work  # a block must not outlive its use, nor a feed its run
 
 
+def _end(loader: _Loader, batches: Any) -> None:
+    batches.end()
+    loader.orders.put(None)
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _rows_of(key: Array, steps: Array, size: int, num: int) -> Array:
-    return jax.vmap(lambda step: batch_rows(key, step, size, num))(steps)
+    rows = lambda step: batch_rows(key, step, size, num)
+    # Other generators than Threefry draw for several keys at once what they draw for none of them alone.
+    alike = str(jax.random.key_impl(key)) == "threefry2x32"
+    return jax.vmap(rows)(steps) if alike else lax.map(rows, steps)
 
 
 class _Gathered:
@@ -246,7 +254,7 @@ class _Gathered:
             for leaf, dtype in pairs
         ]
         stacked = jax.tree.unflatten(self.structure, read)
-        good = _finite_steps(stacked, step)
+        good = finite_steps(stacked, step)
         return jax.tree.map(lambda leaf: leaf[:good], stacked)
 
     def position(self, step: int) -> Any:
@@ -256,136 +264,8 @@ class _Gathered:
     def forget(self, step: int) -> None:
         """Nothing is kept."""
 
+    def begin(self, room: int) -> None:
+        """Nothing to start."""
 
-class _Ready:
-    """Batches from an iterator, one after the other."""
-
-    def __init__(self, source: Any, step: int, position: Any):
-        made: Any = source(step) if callable(source) else source
-        self.iterator: Iterator = iter(made)
-        self.tells = not callable(source) and hasattr(self.iterator, "get_state")
-        if not callable(source) and not (self.tells and hasattr(self.iterator, "set_state")):
-            raise DataError(
-                f"the stream's source is a {type(source).__name__} whose iterators have no get_state and set_state, so that no "
-                "run could resume; expected arrays, a function of the step number, or a Grain dataset"
-            )
-        if position is not None and self.tells:
-            self.iterator.set_state(_from_json(position))  # pyright: ignore
-        elif self.tells and step:
-            raise DataError(
-                f"the run goes on from step {step}, but nothing says where its data were; resume from a checkpoint, "
-                "or give px.Stream a function of the step number"
-            )
-        self.places: dict[int, Any] = {step: self._place()}
-        self.error: Exception | None = None
-        self.first = self._next(step)
-        self.step = step
-
-    def _place(self) -> Any:
-        # A copy: what an iterator tells may be what it goes on counting with.
-        return copy.deepcopy(self.iterator.get_state()) if self.tells else None  # pyright: ignore
-
-    def _next(self, step: int) -> PyTree:
-        try:
-            batch = next(self.iterator)
-        except StopIteration:
-            raise DataError(
-                f"the stream ended before the batch of step {step}; expected one for every step. Repeat the data, or take "
-                "fewer steps"
-            ) from None
-        return jax.tree.map(lambda a: np.array(a, _dtype(a)), batch)  # readers reuse their buffers
-
-    def example(self) -> PyTree:
-        """The first batch."""
-        num_rows(self.first)
-        self.shape = _shapes(self.first)
-        return self.first
-
-    def stack(self, step: int, count: int, places: np.ndarray | None) -> PyTree:
-        """The batches of `count` steps, or fewer, stacked: all of each, or its rows at some places.
-
-        Steps need not wait for slow ones, and an error counts when it is its batch's turn.
-        """
-        batches, until = [], time.monotonic() + WAIT_SECONDS
-        for now in range(step, step + count):
-            if batches and (self.error or time.monotonic() > until):
-                break
-            batch = self._checked(now, wait=not batches)
-            if batch is None:
-                break
-            own = lambda leaf: leaf if places is None else leaf[places]
-            batches.append(jax.tree.map(own, batch))
-            self.places[now + 1] = self._place()
-        return jax.tree.map(lambda *parts: np.stack(parts), *batches)
-
-    def _checked(self, now: int, *, wait: bool) -> PyTree:
-        """The batch of a step; its error is raised if nothing came before it, and otherwise kept for the next time."""
-        try:
-            if self.error:
-                raise self.error
-            batch = self.first if now == self.step else self._next(now)
-            if _shapes(batch) != self.shape:
-                raise DataError(
-                    f"the batch of step {now} has {_shapes(batch)[1]} but the first had {self.shape[1]}; expected batches of one "
-                    "shape. Drop the remainder of an epoch"
-                )
-            _finite_steps(jax.tree.map(lambda leaf: leaf[None], batch), now)
-            return batch
-        except Exception as error:
-            self.error = error
-            if wait:
-                raise
-            return None
-
-    def position(self, step: int) -> Any:
-        """Where the iterator was before the batch of `step`."""
-        return _as_json(self.places[step]) if self.tells else None
-
-    def forget(self, step: int) -> None:
-        """Drop the places before `step`."""
-        for old in [place for place in self.places.copy() if place < step]:
-            del self.places[old]
-
-
-def _dtype(array: Any) -> np.dtype:
-    return jax.dtypes.canonicalize_dtype(np.asarray(array).dtype)
-
-
-def _shapes(batch: PyTree) -> Any:
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
-
-
-def _finite_steps(stacked: PyTree, step: int) -> int:
-    """How many of the stacked batches come before one that is not finite, which is an error when it is the first."""
-    count = len(jax.tree.leaves(stacked)[0])
-    for path, leaf in jax.tree_util.tree_leaves_with_path(stacked):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            good = np.isfinite(leaf).reshape(len(leaf), -1).all(1)
-            if not good[0]:
-                raise DataError(
-                    f"the batch of step {step} is not finite in the data{jax.tree_util.keystr(path)}; expected finite numbers. "
-                    "Leave such rows out, or fill what is missing"
-                )
-            count = min(count, len(good) if good.all() else int(np.argmin(good)))
-    return count
-
-
-def _as_json(place: Any) -> Any:
-    if isinstance(place, bytes):
-        return {"bytes": place.hex()}
-    try:
-        return json.loads(json.dumps(place, default=lambda number: number.tolist()))  # NumPy's
-    except (TypeError, ValueError, AttributeError):
-        raise DataError(
-            f"get_state of the stream's iterator returned {place!r}, which JSON cannot hold; expected numbers, strings, lists, dicts "
-            "or bytes"
-        ) from None
-
-
-def _from_json(place: Any) -> Any:
-    return (
-        bytes.fromhex(place["bytes"])
-        if isinstance(place, dict) and set(place) == {"bytes"}
-        else place
-    )
+    def end(self) -> None:
+        """Nothing to end."""

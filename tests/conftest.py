@@ -6,6 +6,7 @@ in build/jax, unless JAX_COMPILATION_CACHE_DIR names another place. It is begun 
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import jax
@@ -58,3 +59,13 @@ def programs(request):
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
+
+
+@pytest.fixture
+def handlers():
+    """The handlers before and after are the same: Python's own, even where tests run in the background."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+    signal.signal(signal.SIGINT, found)

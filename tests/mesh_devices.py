@@ -118,6 +118,28 @@ def own_sharding():
     return str(many.particles.sharding.spec), float(gap), there and same
 
 
+def elsewhere():
+    """Particles on a device of their own, or all of them on each: resumed and read where they were."""
+    flow = px.svgd(px.Target(lambda x: -0.5 * jnp.sum(x["a"] ** 2 + x["b"] ** 2)), step_size=0.01)
+    mesh, found = jax.make_mesh((4, 2), ("particles", "model")), {}
+    at = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+    start = {"a": jnp.arange(24.0).reshape(6, 4), "b": jnp.ones((6, 4))}
+    alone = jax.device_put(start, jax.devices()[5])
+    everywhere = jax.device_put(start, at())
+    eight = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf[:2] + 1]), start)
+    apart = {"a": jax.device_put(eight["a"], at("particles", "model")), "b": jax.device_put(eight["b"], at("particles"))}  # fmt: skip
+    for name, start, options in (("alone", alone, {}), ("everywhere", everywhere, {}), ("apart", apart, {"mesh": mesh})):  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            whole = go(flow, start, steps=6, **options)
+            go(flow, start, steps=3, checkpoint=folder, **options)
+            resumed = go(flow, start, steps=6, checkpoint=folder, **options)
+            read = px.checkpoints.load(folder, flow=flow, particles=start).state
+        pairs = [(read.particles[leaf].sharding, start[leaf].sharding) for leaf in "ab"]
+        found[name] = gap(whole, resumed), all(a.is_equivalent_to(b, 2) for a, b in pairs)
+    flow.init(apart)
+    return found
+
+
 def checkpoint():
     four = jax.make_mesh((4,), ("particles",), devices=jax.devices()[:4])
     flow, start, key = sampler("svgd"), cloud(16, 4), jax.random.key(1)
@@ -178,6 +200,7 @@ if __name__ == "__main__":
         "stateful": stateful(),
         "shared": shared(),
         "own": own_sharding(),
+        "elsewhere": elsewhere(),
         "checkpoint": checkpoint(),
         "refused": refused(),
         "gpus": for_gpus(),

@@ -181,6 +181,8 @@ def whole():
     found["loaded"] = seen.particles.tolist()
     flow = px.svgd(regression(), step_size=0.01)
     like = jax.device_put(start(), jax.NamedSharding(TWO, jax.P("particles")))
+    if rank:  # which checkpoint it is, one process says for all
+        px.checkpoints._chosen = lambda *args: 0 / 0
     seen = px.checkpoints.load(os.path.join(folder, "whole"), flow=flow, particles=like)
     found["placed"] = (
         on_host(seen.state.particles).tolist(),

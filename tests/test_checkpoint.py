@@ -663,3 +663,15 @@ def test_without_orbax_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax", None)
     with pytest.raises(CheckpointError, match=r"pip install 'particlax\[checkpoint\]'"):
         go(FLOWS["sgld"], checkpoint=tmp_path / "run")
+
+
+def test_arrays_are_known_by_the_names_of_their_leaves(tmp_path):
+    """Not by their order: another name may come at another place."""
+    flow = px.sgld(px.Target(lambda p: -jnp.sum(p[next(iter(p))] ** 2)), step_size=0.01)
+    go(flow, {"mean": jnp.zeros((4, 2)), "scale": jnp.ones((4, 2))}, checkpoint=tmp_path / "run")
+    other = {"mu": jnp.zeros((4, 2)), "alpha": jnp.ones((4, 2))}
+    fits = r"found state.particles.mean float32\[4, 2\], .*expected state.particles.alpha"
+    with pytest.raises(CheckpointError, match=fits):
+        px.checkpoints.load(tmp_path / "run", flow=flow, particles=other)
+    with pytest.raises(CheckpointError, match=fits):
+        go(flow, other, checkpoint=px.Checkpoints(tmp_path / "run", strict=False))

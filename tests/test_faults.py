@@ -366,16 +366,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 # ------------------------------------------------------------------------------------------------ signals
 
 
-@pytest.fixture
-def handlers():
-    """The handlers before and after are the same: Python's own, even where tests run in the background."""
-    found = signal.signal(signal.SIGINT, signal.default_int_handler)
-    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
-    yield
-    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
-    signal.signal(signal.SIGINT, found)
-
-
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path, handlers):
     old = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -586,15 +576,87 @@ def test_an_error_of_an_observer_at_a_save(tmp_path):
     assert same(go().state, go(checkpoint=kept).state)
 
 
-def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch):
     def full(self, step):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(folder.Folder, "begin", full)
     with pytest.raises(ZeroDivisionError) as error:
         go(checkpoint=tmp_path / "run", every=100, **at_step(7, stumble))
-    assert "No space left on device" in capsys.readouterr().err
-    assert not getattr(error.value, "__notes__", [])
+    assert ["No space left on device" in note for note in error.value.__notes__] == [True]
+    assert same(go(steps=7).state, error.value.state)
+
+
+def test_a_save_that_failed_before_does_not_keep_a_rescue_from_saving(
+    tmp_path, monkeypatch, capsys
+):
+    seal, failures = folder.Folder.seal, [OSError(5, "Input/output error")]
+
+    def once(self, step, content):
+        if failures:
+            raise failures.pop()
+        seal(self, step, content)
+
+    monkeypatch.setattr(folder.Folder, "seal", once)
+    with pytest.raises(ZeroDivisionError) as error:
+        go(checkpoint=tmp_path / "run", every=5, **at_step(6, stumble))
+    assert "the checkpoint of step 5 could not be written" in capsys.readouterr().err
+    assert folder.Folder(tmp_path / "run").steps() == [6]
+    assert "00000006" in error.value.__notes__[0]
+
+
+def test_the_step_at_which_an_observer_raised_is_observed_again(tmp_path):
+    """At the end of a run, too; and then no more."""
+    seen = []
+    note = lambda snapshot: seen.append(int(snapshot.state.step))
+    path = tmp_path / "run"
+    for step in (3, 9):
+        with pytest.raises(ZeroDivisionError):
+            go(checkpoint=path, **at_step(step, stumble))
+    for _ in range(2):
+        go(checkpoint=path, observers=note, observe_every=3)
+    assert seen == [9]
+    assert folder.Folder(path).verify(9)["observed"]
+
+
+def test_observers_that_end_a_run_where_another_raised(tmp_path):
+    stop = lambda snapshot: int(snapshot.state.step) >= 4
+    path, watch = tmp_path / "run", {"observers": stop, "observe_every": 1}
+    with pytest.raises(ZeroDivisionError):
+        go(checkpoint=path, **at_step(4, stumble))
+    for _ in range(2):
+        found = go(checkpoint=path, **watch)
+        assert (found.stopped, int(found.state.step)) == (True, 4)
+
+
+def test_the_best_one_may_be_where_an_observer_raised(tmp_path):
+    best = px.Checkpoints(tmp_path / "run", every=2, keep=1, best=lambda s: -abs(int(s.state.step) - 4))  # fmt: skip
+    with pytest.raises(ZeroDivisionError):
+        go(checkpoint=best, **at_step(4, stumble))
+    assert px.checkpoints.load(tmp_path / "run").value is None
+    go(checkpoint=best, observers=lambda snapshot: None, observe_every=1)
+    assert px.checkpoints.load(tmp_path / "run", "best").step == 4
+
+
+def test_a_value_that_cannot_be_had_costs_no_step(tmp_path):
+    value = lambda s: 1 / (int(s.state.step) - 6)
+    saved = px.Checkpoints(tmp_path / "run", every=3, best=value)
+    with pytest.raises(ZeroDivisionError) as error:
+        go(checkpoint=saved)
+    assert folder.Folder(tmp_path / "run").steps() == [3, 6]
+    assert "00000006" in error.value.__notes__[0]
+
+
+def test_a_signal_beside_an_error_is_heard(tmp_path, handlers, capsys):
+    def both():
+        signal.raise_signal(signal.SIGTERM)
+        stumble()
+
+    with pytest.raises(SystemExit) as end:
+        go(checkpoint=tmp_path / "run", **at_step(4, both))
+    assert end.value.code == 75
+    assert isinstance(end.value.__context__, ZeroDivisionError)
+    assert "ended by ZeroDivisionError (in an observer) and saved" in capsys.readouterr().err
 
 
 def test_an_error_before_the_first_step_leaves_no_checkpoint(tmp_path):

@@ -95,6 +95,10 @@ def test_leaves_keep_their_own_sharding(found):
     assert read_where_it_was
 
 
+def test_particles_are_read_where_they_were(found):
+    assert found["elsewhere"] == {name: [0.0, True] for name in ("alone", "everywhere", "apart")}
+
+
 def test_many_gpus_use_the_kernels_of_one(found):
     """Where JAX notes where numbers lie, the kernels still understand the weights; their sums are those of one device."""
     kernels, gaps = found["gpus"]

@@ -1,6 +1,7 @@
 """Streams: the same batches as in memory, bit for bit, read a block ahead; positions, and data that do not fit."""
 
 import itertools
+import signal
 import sys
 import threading
 from concurrent.futures import wait
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 import particlax as px
+from particlax import ready
 from particlax.streams import Feed
 
 COMPILE_FAST = True
@@ -239,17 +241,101 @@ def test_readers_may_reuse_their_buffers(arrays, small_blocks):
     assert same(runs[0].state, runs[1].state)
 
 
-def test_slow_batches_are_used_as_they_come(arrays, monkeypatch, key):
-    """A run that waited for a whole block could neither step nor save nor answer a signal."""
-    monkeypatch.setattr(streams, "WAIT_SECONDS", 0.0)
+def test_slow_batches_are_used_as_they_come(arrays, monkeypatch):
+    """While the source hangs at one batch, those before it are stepped with, and the run still looks up."""
+    monkeypatch.setattr(streams, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(ready, "WAIT_SECONDS", 0.05)
     order = lambda step: np.random.default_rng(step).integers(0, ROWS, SIZE)
-    data = px.Stream(batches_of(arrays, order), num_data=ROWS)
-    slow = go(FLOWS["sgld"], data, 12)
-    feed = Feed(data, key, (0, 0, 12))
-    assert feed.room(0) == 1 and feed.room(1) == 1
-    feed.close()
-    monkeypatch.setattr(streams, "WAIT_SECONDS", 60.0)
-    assert same(slow.state, go(FLOWS["sgld"], data, 12).state)
+    good, free, seen = batches_of(arrays, order), threading.Event(), []
+
+    def hangs(step):
+        for now, batch in enumerate(good(step), step):
+            if now == 6:
+                assert free.wait(60)
+            yield batch
+
+    def watch(snapshot):
+        seen.append(int(snapshot.state.step))
+        if seen[-1] == 6:
+            free.set()
+
+    slow = go(FLOWS["sgld"], px.Stream(hangs, num_data=ROWS), 12, observers=watch, observe_every=1)
+    assert seen == list(range(1, 13))
+    assert same(slow.state, go(FLOWS["sgld"], px.Stream(good, num_data=ROWS), 12).state)
+
+
+def test_signals_do_not_wait_for_slow_batches(arrays, monkeypatch, tmp_path, handlers):
+    monkeypatch.setattr(streams, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(ready, "WAIT_SECONDS", 0.05)
+    good, free = batches_of(arrays, lambda step: np.arange(SIZE)), threading.Event()
+    there = threading.Event()
+
+    def hangs(step):
+        for now, batch in enumerate(good(step), step):
+            if now == 6:
+                assert there.wait(60)
+                signal.raise_signal(signal.SIGTERM)  # noted by the main thread
+                free.wait(60)
+            yield batch
+
+    watch = {"observers": lambda s: there.set() if int(s.state.step) == 6 else None, "observe_every": 1}  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        go(FLOWS["sgld"], px.Stream(hangs, num_data=ROWS), 12, checkpoint=tmp_path / "run", **watch)
+    assert not free.is_set()
+    free.set()
+    assert end.value.code == 75
+    assert px.checkpoints.load(tmp_path / "run").step == 6
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg", "threefry2x32"])
+def test_rows_of_every_kind_of_key(kind, arrays, small_blocks):
+    """Those of Minibatches, wherever blocks begin."""
+    key, plain = jax.random.key(1, impl=kind), px.Minibatches(arrays, SIZE)
+    used = jax.random.fold_in(key, 2**31 - 1)
+    for first in (0, 3):
+        feed = Feed(px.Stream(arrays, SIZE), used, (0, first, 12))
+        for step in range(first, 12):
+            found = feed.at(step).batch(used, jnp.int32(step))
+            assert same(found, plain.batch(used, jnp.int32(step)))
+        feed.close()
+
+
+def test_a_reader_that_exits_costs_no_step(arrays, tmp_path):
+    def leaves(step):
+        yield from itertools.islice(
+            batches_of(arrays, lambda step: np.arange(SIZE))(step), 8 - step
+        )
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit) as end:
+        go(FLOWS["sgld"], px.Stream(leaves, num_data=ROWS), 20, checkpoint=tmp_path / "run")
+    assert end.value.code == 3
+    assert px.checkpoints.load(tmp_path / "run").step == 8
+
+
+def test_data_that_are_still_bad_say_where_the_run_is(arrays, tmp_path):
+    """Also when it resumes; mended arrays are other data, as the note says."""
+    bad = {"x": arrays["x"].copy(), "y": arrays["y"]}
+    used = jax.random.fold_in(jax.random.key(0), 2**31 - 1)
+    bad["x"][int(px.Minibatches(arrays, SIZE).indices(used, jnp.array(5))[0])] = np.nan
+    for _ in range(2):
+        with pytest.raises(px.errors.DataError) as error:
+            go(FLOWS["sgld"], px.Stream(bad, SIZE), 9, checkpoint=tmp_path / "run")
+        assert int(error.value.state.step) == 5
+        assert any("00000005" in note and "strict=False" in note for note in error.value.__notes__)
+    again = px.Checkpoints(tmp_path / "run", strict=False)
+    whole = go(FLOWS["sgld"], px.Stream(arrays, SIZE), 9)
+    assert same(whole.state, go(FLOWS["sgld"], px.Stream(arrays, SIZE), 9, checkpoint=again).state)
+
+
+def test_the_state_of_an_inner_run_stays_its_own(arrays):
+    def inner(snapshot):
+        short = px.Stream(batches_of(arrays, lambda s: np.arange(SIZE - (s == 2))), num_data=ROWS)
+        go(FLOWS["sgld"], short, 9)
+
+    with pytest.raises(px.errors.DataError, match="the batch of step 2") as error:
+        go(FLOWS["sgld"], px.Stream(arrays, SIZE), 9, observers=inner, observe_every=5)
+    assert int(error.value.state.step) == 2
 
 
 def test_an_error_comes_when_it_is_its_batchs_turn(arrays, tmp_path):
@@ -334,13 +420,15 @@ def test_positions_are_kept_as_they_were(arrays, small_blocks, tmp_path):
 
 
 def test_positions_in_numbers_of_numpy_and_in_objects():
-    assert streams._as_json({"next": np.int64(3), "rows": np.arange(2)}) == {
+    assert ready._as_json({"next": np.int64(3), "rows": np.arange(2)}) == {
         "next": 3,
         "rows": [0, 1],
     }
-    assert streams._from_json(streams._as_json(b"\x01a")) == b"\x01a"
+    assert ready._from_json(ready._as_json(b"\x01a")) == b"\x01a"
     with pytest.raises(px.errors.DataError, match="JSON cannot hold"):
-        streams._as_json({"next": object()})
+        ready._as_json({"next": object()})
+    with pytest.raises(px.errors.DataError, match="dicts with strings as keys"):
+        ready._as_json({"shards": [{0: 5}]})
 
 
 class StopError(BaseException):
