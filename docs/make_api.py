@@ -48,6 +48,7 @@ LAYERS = [
     "data",
     "ready",
     "streams",
+    "outputs",
     "networks",
     "modules",
     "export",

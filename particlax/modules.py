@@ -14,6 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 from jaxtyping import PyTree
 
 from particlax import errors
@@ -74,8 +75,19 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
                 raise TargetError(f"{name} gave {type(result).__name__}; expected (outputs, state)")
             return result
 
-        own = keys and jax.random.split(keys[0], len(jax.tree.leaves(x)[0]))
-        return jax.vmap(one, (0, 0, None), (0, None), axis_name=axis)(x, own, carried)
+        def every(base: Any) -> Any:
+            own = None if base is None else jax.random.split(base, len(jax.tree.leaves(x)[0]))
+            return jax.vmap(one, (0, 0, None), (0, None), axis_name=axis)(x, own, carried)
+
+        if keys:
+            return every(keys[0])
+        try:
+            return every(None)
+        except Exception:
+            # It may split a key that no layer uses in prediction.
+            if "key" not in takes or _depends(lambda key: every(key)[0]):
+                raise
+            return every(jax.random.key(0))
 
     return _network(name, start, run, (like, state), random=random)
 
@@ -165,18 +177,26 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
         return pure(params), pure(carried)
 
     def run(params: PyTree, carried: PyTree, x: Any, keys: Any) -> Any:
-        streams, given = _reseeded(likes[2], keys), dict(words[bool(keys)])
+        given = dict(words[bool(keys)])
         # NNX writes into NumPy arrays.
         params, carried = jax.tree.map(jnp.asarray, (params, carried))
         if "rngs" in takes:
             given["rngs"] = lib.Rngs(keys[1]) if keys else None
-        parts = map(_filled, likes, (params, carried, streams, likes[3]))
-        module = lib.merge(modes[bool(keys)], *parts)
-        out = module(x, **given)
-        after = jax.tree.leaves(lib.state(module, lib.RngState))
-        if not keys and any(a is not b for a, b in zip(streams, after, strict=True)):
+
+        def called(base: Any) -> Any:
+            streams = _reseeded(likes[2], base)
+            parts = map(_filled, likes, (params, carried, streams, likes[3]))
+            module = lib.merge(modes[bool(keys)], *parts)
+            out = module(x, **given)
+            after = jax.tree.leaves(lib.state(module, lib.RngState))
+            drew = any(a is not b for a, b in zip(streams, after, strict=True))
+            return out, pure(lib.state(module, kept)), drew
+
+        out, carried, drew = called(keys[0] if keys else jax.random.key(0))
+        # Cells of recurrent networks take a number to make zeros of.
+        if not keys and drew and _depends(lambda base: called(base)[0]):
             raise TargetError(f"{name} draws random numbers in prediction too; {SWITCH}")
-        return out, pure(lib.state(module, kept))
+        return out, carried
 
     return _network(name, start, run, (pure(likes[0]), pure(likes[1])), random=random)
 
@@ -218,9 +238,14 @@ def _examined(name: str, initial: Any, run: Any, x: Any) -> tuple[Any, bool]:
     return like, any(var is key for var in used for key in made.jaxpr.invars[-2:])
 
 
-def _reseeded(streams: Any, keys: Any) -> list[Any]:
+def _depends(function: Callable[..., Any]) -> bool:
+    """Whether what function(key) returns depends on the key."""
+    jaxpr = jax.make_jaxpr(function)(jax.random.key(0)).jaxpr
+    return any(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+
+
+def _reseeded(streams: Any, base: Any) -> list[Any]:
     """Leaves for NNX streams: a key of its own for each, counts of 0."""
-    base = keys[0] if keys else jax.random.key(0)
     is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     own = lambda place, leaf: jax.random.split(jax.random.fold_in(base, place), leaf.shape)
     leaves = enumerate(jax.tree.leaves(streams))
@@ -246,7 +271,9 @@ def _network(name: str, start: Any, run: Any, like: Any, *, random: bool) -> Net
         for what, part, shapes in zip(("", "carried "), (params, carried), wanted, strict=True):
             if _shapes(part) != shapes:
                 came = f"{what}arrays of shapes {shapes}, but {_shapes(part)} came"
-                raise errors.ParticleError(f"{name} has {came}; expected those of {usage}")
+                some = "; of a partly Bayesian network, shared=trunk too, and for predictions the run's result"
+                some *= not what and len(_shapes(part)) < len(shapes)
+                raise errors.ParticleError(f"{name} has {came}; expected those of {usage}{some}")
         keys = key if key is None else tuple(jax.random.split(key))
         return _tried(name, "training" if keys else "prediction", x, run, params, carried, x, keys)
 

@@ -4,14 +4,18 @@ A network is `apply(params, x) -> outputs` for a batch x and one set of paramete
 `Target` needs; `equinox`, `linen` and `nnx` make such functions of modules.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
+from particlax import outputs
 from particlax.blocks import wide
 from particlax.checks import Part, Scheduled, number, positive, refuse_not_finite
 from particlax.data import Minibatches
@@ -57,7 +61,12 @@ class Network(Part):
 
     def init(self, key: Key[Array, ""], num: int) -> PyTree:
         """`num` networks, independently initialised: particles, or (particles, carried) if stateful."""
-        return jax.vmap(self.start)(jax.random.split(key, num))
+        made = jax.vmap(self.start)(jax.random.split(key, num))
+        if self.stateful and not (type(made) is tuple and len(made) == 2):
+            raise OptionError(
+                f"start returned {type(made).__name__}; expected the pair (params, carried) of a stateful network, () if it carries nothing"
+            )
+        return made
 
 
 def split(
@@ -74,8 +83,7 @@ def split(
     """
     if isinstance(names, str):
         raise OptionError(f"names is {names!r}; expected a list of names: [{names!r}]")
-    second = particles[1] if type(particles) is tuple and len(particles) == 2 else None
-    if type(second) is tuple and not second:
+    if _is_pair(particles, names):
         raise OptionError(
             "split got the pair that a stateful network's init returns; expected particles: "
             "particles, carried = net.init(key, M)"
@@ -91,6 +99,17 @@ def split(
     own = [leaf if kept else None for leaf, kept in zip(leaves, chosen, strict=True)]
     shared = [None if kept else leaf[0] for leaf, kept in zip(leaves, chosen, strict=True)]
     return jax.tree.unflatten(structure, own), jax.tree.unflatten(structure, shared)
+
+
+def _is_pair(particles: PyTree, names: Sequence[str]) -> bool:
+    """Whether this is what a stateful network's init returns: nothing is carried, or the names are those of its first part."""
+    if type(particles) is not tuple or len(particles) != 2:
+        return False
+    first, second = particles
+    own, whole = leaf_names(first), leaf_names(particles)
+    fits = lambda name, among: any(leaf == name or leaf.startswith(f"{name}/") for leaf in among)
+    known = bool(names) and all(fits(name, own) and not fits(name, whole) for name in names)
+    return known or (type(second) is tuple and not second)
 
 
 @known_options
@@ -150,7 +169,8 @@ def regressor(
     """A regression's posterior: `batch["y"]` normal around the network's outputs for `batch["x"]`, Gaussian prior.
 
     `noise` is the standard deviation: a number, or a function of the parameters where it is learned (the
-    network must then ignore the leaf that holds it, and the prior covers it). Targets at which `batch["mask"]` is false do not count.
+    network must then ignore the leaf that holds it, and the prior covers it). Targets at which `batch["mask"]` is false do not count
+    (data must be finite all the same: put 0 there).
 
     >>> target = regressor(lambda w, x: x @ w, num_data=100, noise=0.1)
     >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.zeros(4)}
@@ -167,12 +187,18 @@ def regressor(
                 f"the network returned shape {mean.shape} for targets of shape {truth.shape}; expected the same "
                 "(squeeze a last axis of one)"
             )
-        sd = jnp.asarray(noise(params) if callable(noise) else noise)
+        try:
+            sd = jnp.asarray(noise(params) if callable(noise) else noise)
+        except (TypeError, LookupError, AttributeError) as error:
+            raise TargetError(
+                f"noise(params) failed, {error!r}; expected a function of the parameters {leaf_names(params)} that returns an sd"
+            ) from error
         if sd.shape not in ((), truth.shape[1:]):
             raise TargetError(
                 f"noise returned shape {sd.shape} for targets of shape {truth.shape}; expected a number, or one for each output"
             )
-        error = (truth - wide(mean)) / sd
+        # What does not count must not get into the gradient, not even times 0.
+        error = (jnp.where(_mask(batch, truth), truth, 0) - wide(mean)) / sd
         return _counted(-0.5 * error**2 - jnp.log(sd) - 0.5 * jnp.log(2 * jnp.pi), batch)
 
     return _target(network, likelihood, num_data, prior, temperature, with_params=True)
@@ -180,14 +206,19 @@ def regressor(
 
 def _counted(values: Array, batch: Any) -> Array:
     """The sum for each datum, of those at which the mask is true."""
-    mask = jnp.asarray(batch.get("mask", True))
+    return jnp.sum(jnp.where(_mask(batch, values), values, 0).reshape(len(values), -1), 1)
+
+
+def _mask(batch: Any, values: Any) -> Array:
+    """Which of the values count: all, if nothing is said."""
+    given = batch.get("mask")
+    mask = jnp.asarray(True if given is None else given)
     if mask.shape != values.shape[: mask.ndim] or mask.dtype != bool:
         raise DataError(
             f"batch['mask'] is {mask.dtype}{list(mask.shape)} for labels or targets of shape {list(values.shape)}; expected true or "
             "false for each of them, or for each datum"
         )
-    mask = mask.reshape(*mask.shape, *[1] * (values.ndim - mask.ndim))
-    return jnp.sum(jnp.where(mask, values, 0).reshape(len(values), -1), 1)
+    return mask.reshape(*mask.shape, *[1] * (values.ndim - mask.ndim))
 
 
 class FunctionSpace(Term):
@@ -222,8 +253,8 @@ class FunctionSpace(Term):
         self.diffusion.kernel.check(jnp.arange(float(num_particles(particles)))[:, None])
 
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
-        outputs, pull = jax.vjp(lambda raw: self._outputs(raw, cloud), cloud.raw)
-        inner = Cloud(outputs, jnp.zeros_like(outputs), cloud.step, Frame(), outputs)
+        found, pull = jax.vjp(lambda raw: self._outputs(raw, cloud), cloud.raw)
+        inner = Cloud(found, jnp.zeros_like(found), cloud.step, Frame(), found)
         velocity, _ = self.diffusion(inner, None, ())
         return Velocity(cloud.frame.scores(pull(velocity.drift)[0])), memory
 
@@ -251,16 +282,20 @@ def _network(network: Any) -> Network:
     if isinstance(network, Network):
         return network
     kind = type(network)
-    if not callable(network) or kind.__module__.startswith("flax.") or _from_flax(kind):
+    if not callable(network) or kind.__module__.startswith("flax.") or _is_module(network):
         raise OptionError(
-            f"network is {'a module, ' if _from_flax(kind) else ''}{kind.__name__}; expected apply(params, x) or a "
+            f"network is {'a module, ' if _is_module(network) else ''}{kind.__name__}; expected apply(params, x) or a "
             "px.networks.Network, which px.modules.equinox, linen and nnx make of modules"
         )
     return Network(_no_start, network)
 
 
-def _from_flax(kind: type) -> bool:
-    return any(base.__module__.startswith("flax.") for base in kind.__mro__)
+def _is_module(network: Any) -> bool:
+    """Whether it is a module of Flax, or one of Equinox that takes inputs alone."""
+    if isinstance(network, eqx.Module) and callable(network):
+        places = inspect.signature(network.__call__).parameters.values()
+        return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in ("key", "state") for p in places) == 1  # fmt: skip
+    return any(base.__module__.startswith("flax.") for base in type(network).__mro__)
 
 
 def _check_labels(logits: Any, data: Any) -> None:
@@ -297,90 +332,35 @@ def _target(
     net = _network(network)
     seen = likelihood if with_params else (lambda out, b, p: likelihood(out, b))
 
-    def plain(params: PyTree, batch: Any) -> Array:
-        return cold * seen(_outputs(net, params, batch), batch, params)
+    def alone(params: PyTree, batch: Any) -> Array:
+        return cold * seen(outputs.plain(net, params, batch), batch, params)
 
     def carrying(params: PyTree, batch: Any, carried: PyTree, key: Array) -> tuple[Array, PyTree]:
-        outputs, carried = _trained(net, params, batch, carried, key)
-        return cold * seen(outputs, batch, params), carried
+        found, carried = outputs.trained(net, params, batch, carried, key)
+        return cold * seen(found, batch, params), carried
 
     def validate(params: PyTree, carried: PyTree, batch: Any, data: Any) -> None:
         if not net.stateful:
-            outputs = jax.eval_shape(lambda p, b: _outputs(net, p, b), params, batch)
+            found = jax.eval_shape(functools.partial(outputs.plain, net), params, batch)
         else:
             key = jax.eval_shape(jax.random.key, 0)
-            train = lambda p, b, c, k: _trained(net, p, b, c, k)[0]
-            outputs = jax.eval_shape(train, params, batch, carried, key)
-        jax.eval_shape(seen, outputs, batch, params)
+            train = functools.partial(outputs.trained, net)
+            found, new = jax.eval_shape(train, params, batch, carried, key)
+            outputs.refuse_other(carried, new)
+            # What cannot predict is refused before it is trained.
+            predict = lambda p, b, c: outputs.called(net.apply, p, outputs.rows_of(b), c)
+            jax.eval_shape(predict, params, batch, carried)
+        jax.eval_shape(seen, found, batch, params)
         if check is not None:
-            check(outputs, data)
+            check(found, data)
 
     return Target(
         log_prior=GaussianPrior(prior).tempered(cold),
-        log_likelihood=carrying if net.stateful else plain,
+        log_likelihood=carrying if net.stateful else alone,
         num_data=num_data,
         stateful=net.stateful,
         validate=validate,
     )
-
-
-def _xy(batch: Any) -> Any:
-    if not isinstance(batch, Mapping) or not {"x", "y"} <= set(batch):
-        came = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise DataError(f"the data are {came}; expected a dict with inputs 'x' and targets 'y'")
-    return batch["x"]
-
-
-def _outputs(net: Network, params: PyTree, batch: Any) -> Any:
-    x = _xy(batch)
-    try:
-        return _real("apply", net.apply(params, x))
-    except TypeError as error:
-        raise TargetError(
-            f"apply(params, x) failed: {error}. If the network needs state or keys (batch norm, dropout), make a "
-            "px.networks.Network with stateful=True, or use px.modules"
-        ) from error
-
-
-def _trained(net: Network, params: PyTree, batch: Any, carried: PyTree, key: Any) -> Any:
-    assert net.forward is not None
-    x = _xy(batch)
-    try:
-        result = net.forward(params, x, carried, key)
-    except (TypeError, LookupError, AttributeError) as error:
-        if jax.tree.leaves(carried):
-            raise
-        raise TargetError(
-            f"forward(params, x, carried, key) failed with nothing carried: {error!r}. A network that keeps state starts with "
-            "it: particles, carried = net.init(key, M), then px.run(flow, flow.init(particles, carried), ...)"
-        ) from error
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TargetError(
-            f"forward returned {type(result).__name__}; expected the pair (outputs, what the particle carries on)"
-        )
-    before, after = ([_told(leaf) for leaf in jax.tree.leaves(tree)] for tree in (carried, result[1]))  # fmt: skip
-    if before and before != after:
-        raise TargetError(
-            f"forward was given arrays {before} to carry and returned {after}; expected the same shapes and types, step for step"
-        )
-    return _real("forward", result[0]), result[1]
-
-
-def _told(leaf: Any) -> str:
-    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
-
-
-def _real(name: str, outputs: Any) -> Array:
-    """The network's outputs, if they are one array of real numbers."""
-    if not isinstance(outputs, (jax.Array, np.ndarray)):
-        raise TargetError(
-            f"{name} returned {type(outputs).__name__} as outputs; expected one array with a row for each datum"
-        )
-    if not jnp.issubdtype(outputs.dtype, jnp.floating):
-        raise TargetError(
-            f"{name} returned {outputs.dtype} outputs; expected real numbers, through which a gradient flows"
-        )
-    return jnp.asarray(outputs)
 
 
 def _no_start(key: Any) -> Any:

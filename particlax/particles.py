@@ -141,6 +141,11 @@ def by_prefix(names: Sequence[str], prefixes: Sequence[str], what: str) -> list[
     >>> by_prefix(["dense/bias", "dense/kernel", "out"], ["dense", "dense/bias"], "the prior")
     ['dense/bias', 'dense', None]
     """
+    for prefix in prefixes:
+        if not isinstance(prefix, str):
+            raise OptionError(
+                f"{what} names {prefix!r}; expected strings, the beginnings of paths: {str(prefix)!r}. The leaves are {list(names)}"
+            )
     fits = lambda name, prefix: prefix in ("", name) or name.startswith(prefix + "/")
     found = [max((p for p in prefixes if fits(name, p)), key=len, default=None) for name in names]
     for prefix in prefixes:

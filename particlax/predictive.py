@@ -199,6 +199,11 @@ def auroc(inside: Values, outside: Values) -> float:
     >>> auroc(np.array([0.0, 1.0]), np.array([1.0, 2.0]))
     0.875
     """
+    for name, part in (("inside", inside), ("outside", outside)):
+        if hasattr(part, "_fields") or isinstance(part, eqx.Module):
+            raise DataError(
+                f"{name} is {type(part).__name__}; expected a score for each input, for instance pred.entropy().total"
+            )
     known, new = (np.sort(np.asarray(part, np.float64), axis=None) for part in (inside, outside))
     for name, part in (("inside", known), ("outside", new)):
         if not part.size or np.isnan(part[-1]):  # NaN sorts last
@@ -280,8 +285,18 @@ def normal(
     if not callable(noise):
         positive("noise", noise, zero=False)
     sd = noise if callable(noise) else lambda _: jnp.asarray(noise, float)
-    sds, tail = np.asarray(jax.vmap(sd)(networks.params), np.float64), networks.shape[1:]
-    if sds.shape[1:] not in ((), tail) or not np.all((sds > 0) & (sds < np.inf)):
+    try:
+        sds, tail = np.asarray(jax.vmap(sd)(networks.params), np.float64), networks.shape[1:]
+    except (TypeError, LookupError, AttributeError) as error:
+        raise TargetError(
+            f"noise(params) failed, {error!r}; expected a function of the params of one particle that returns an sd"
+        ) from error
+    if sds.shape[1:] not in ((), tail):
+        raise TargetError(
+            f"noise returned shape {sds.shape[1:]} for one particle and {(networks.shape[0], *tail)} means; expected a positive sd, or one for "
+            "each output. For a noise of each row, make px.predictive.Normal(means, sds) from arrays [M, n]"
+        )
+    if not np.all((sds > 0) & (sds < np.inf)):
         raise TargetError(
             f"noise returned {sds[0]} for the first particle, {sds.min()} to {sds.max()} over all; expected a positive "
             "sd (or one for each output), for instance lambda params: jnp.exp(params['log_sd'])"

@@ -3,6 +3,7 @@
 One compiled function sees one batch; the networks take turns inside it, so that the activations of one are in memory.
 """
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,6 +19,7 @@ from particlax.errors import OptionError, ParticleError, TargetError
 from particlax.flow import State
 from particlax.history import History
 from particlax.networks import Network
+from particlax.outputs import called
 from particlax.particles import join, num_particles
 from particlax.run import Result
 from particlax.target import num_rows
@@ -95,7 +97,7 @@ class Sweep:
         size = -(-num // -(-num // batch_size))  # as many batches, of almost equal size
         cloud = jax.tree.map(jnp.asarray, particles)
         first, rows = jax.tree.map(lambda a: a[0], cloud), jax.tree.map(lambda a: a[:size], x)
-        out: Any = jax.eval_shape(apply, first, rows)
+        out: Any = called(functools.partial(jax.eval_shape, apply), first, rows)
         shape: Any = getattr(out, "shape", ())
         fits = len(shape) > 1 and shape[-1] > 1 if logits else len(shape) in (1, 2)
         if not fits or shape[0] != size or not jnp.issubdtype(out.dtype, jnp.floating):

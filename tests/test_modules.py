@@ -738,3 +738,101 @@ def test_what_networks_carry_must_be_finite(key):
     flow = px.w_sgld_b(px.networks.classifier(net, num_data=20), optimizer=optax.adam(0.01))
     with pytest.raises(px.errors.ParticleError, match=r"row 1 of carried.* is not finite"):
         flow.init(particles, jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan), carried))
+
+
+def rows(num=20):
+    x = np.random.default_rng(0).normal(size=(num, 4)).astype(np.float32)
+    return {"x": x, "y": np.arange(num) % 3}
+
+
+def trained(net, key, steps=2):
+    flow = px.svgd(px.networks.classifier(net, num_data=20), optimizer=optax.adam(0.01))
+    start = flow.init(*net.init(key, 3))
+    return px.run(flow, start, steps=steps, key=key, data=rows(), progress=False)
+
+
+@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell"])
+def test_recurrent_cells_of_nnx_predict(cell, key):
+    """They take a number from their stream to make a carry of zeros: nothing depends on it."""
+
+    class Recurrent(nnx.Module):
+        def __init__(self, rngs):
+            self.cells = nnx.RNN(getattr(nnx, cell)(1, 5, rngs=rngs))
+            self.out = nnx.Linear(5, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.cells(x[..., None])[:, -1])
+
+    net = modules.nnx(Recurrent)
+    result, x = trained(net, key), rows()["x"]
+    found = px.predictive.categorical(net, result, x)
+    own = lambda place: net.apply(jax.tree.map(lambda a: a[place], result.particles), x, ())
+    wanted = np.mean([jax.nn.softmax(own(i)) for i in range(3)], axis=0)
+    np.testing.assert_allclose(found.probs, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_equinox_modules_that_split_their_key_predict(default, key):
+    class Splits(eqx.Module):
+        dense: eqx.nn.Linear
+        drop: eqx.nn.Dropout
+
+        def __init__(self, key):
+            self.dense, self.drop = eqx.nn.Linear(4, 3, key=key), eqx.nn.Dropout(0.2)
+
+        def apply(self, x, key):
+            one, two = jax.random.split(key)
+            return self.drop(self.dense(self.drop(x, key=one)), key=two)
+
+        if default:
+
+            def __call__(self, x, *, key=None):
+                return self.apply(x, key)
+        else:
+
+            def __call__(self, x, key):
+                return self.apply(x, key)
+
+    net, x = modules.equinox(Splits), rows()["x"]
+    result = trained(net, key)
+    found = px.predictive.categorical(net, result, x)
+    dense = result.particles.dense
+    logits = np.einsum("ni,mji->mnj", x, dense.weight) + np.asarray(dense.bias)[:, None]
+    np.testing.assert_allclose(found.probs, jax.nn.softmax(logits).mean(0), rtol=1e-5)
+
+
+def test_modules_that_draw_in_prediction_are_refused_before_they_train(key):
+    class Noisy(eqx.Module):
+        dense: eqx.nn.Linear
+
+        def __init__(self, key):
+            self.dense = eqx.nn.Linear(4, 3, key=key)
+
+        def __call__(self, x, key):
+            return self.dense(x) + jax.random.normal(jax.random.split(key)[0], (3,))
+
+    class Draws(nnx.Module):
+        def __init__(self, rngs):
+            self.dense, self.rngs = nnx.Linear(4, 3, rngs=rngs), rngs
+
+        def __call__(self, x):
+            return self.dense(x) + jax.random.normal(self.rngs.params(), (3,))
+
+    for net in (modules.equinox(Noisy), modules.nnx(Draws)):
+        with pytest.raises(
+            TargetError, match=r"Noisy failed in prediction|draws random numbers in"
+        ):
+            trained(net, key)
+
+
+def test_names_of_the_pair_that_a_stateful_network_starts_from(key):
+    with pytest.raises(OptionError, match="split got the pair"):
+        networks.split(network("linen", norm=True).init(key, 3), ["Dense_1"])
+
+
+def test_only_the_particles_of_a_partly_bayesian_module(key):
+    net = modules.equinox(lambda key: eqx.nn.MLP(4, 3, 8, 1, key=key))
+    head, _ = networks.split(net.init(key, 3), ["layers/1"])
+    flow = px.svgd(px.networks.classifier(net, num_data=20), optimizer=optax.adam(0.01))
+    with pytest.raises(ParticleError, match="shared=trunk too, and for predictions the run's"):
+        px.run(flow, head, steps=1, key=key, data=rows(), progress=False)

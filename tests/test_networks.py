@@ -512,3 +512,100 @@ def test_pandas(key):
     np.testing.assert_array_equal(seen.probs, px.predictive.categorical(net.apply, result.particles, x).probs)  # fmt: skip
     with pytest.raises(DataError, match="has dtype object"):
         go({"x": frame, "y": pandas.Series(y.astype(str), dtype="category")})
+
+
+def thirds():
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    return {"x": x, "y": np.arange(12) % 3}
+
+
+def run(net, start, key, **options):
+    flow = px.svgd(networks.classifier(net, num_data=12, **options), optimizer=optax.adam(0.01))
+    start = start if not isinstance(start, tuple) else flow.init(*start)
+    return px.run(flow, start, steps=1, key=key, data=thirds(), progress=False)
+
+
+def test_what_apply_raises_says_what_may_be_missing(key):
+    def needs(params, x):
+        raise RuntimeError("Dropout requires a key\nand a second line")
+
+    cloud = jax.random.normal(key, (3, 4, 3))
+    said = r"RuntimeError: Dropout requires a key\. If the network needs state or keys"
+    with pytest.raises(TargetError, match=said):
+        run(needs, cloud, key)
+    with pytest.raises(TargetError, match=said):
+        px.predictive.categorical(needs, cloud, thirds()["x"])
+
+
+def test_particles_without_the_leaves_that_they_share(net, key):
+    head, trunk = networks.split(net.init(key, 3), ["layer1"])
+    with pytest.raises(TargetError, match="a partly Bayesian network needs its shared leaves too"):
+        run(net, head, key)
+    flow = px.svgd(networks.classifier(net, num_data=12), optimizer=optax.adam(0.01))
+    start = flow.init(head, shared=trunk)
+    result = px.run(flow, start, steps=1, key=key, data=thirds(), progress=False)
+    assert px.predictive.categorical(net, result, thirds()["x"]).probs.shape == (12, 3)
+    with pytest.raises(TargetError, match="for predictions the run's result"):
+        px.predictive.categorical(net.apply, result.particles, thirds()["x"])
+
+
+@pytest.mark.parametrize("before", [{"a": jnp.zeros(())}, ()])
+def test_what_is_carried_keeps_its_names(before, key):
+    net = networks.Network(
+        lambda key: (jax.random.normal(key, (4, 3)), before),
+        lambda p, x, c: x @ p,
+        lambda p, x, c, key: (x @ p, {"b": jnp.zeros(())}),
+        stateful=True,
+    )
+    with pytest.raises(TargetError, match=r"returned \{'b': 'float32\[\]'\}; expected the same"):
+        run(net, net.init(key, 3), key)
+
+
+def test_a_stateful_start_gives_a_pair(key):
+    start = lambda key: {"w": jnp.zeros((4, 3)), "v": jnp.zeros(3)}
+    net = networks.Network(start, lambda p, x, c: x, lambda p, x, c, k: (x, c), stateful=True)
+    with pytest.raises(OptionError, match="start returned dict; expected the pair"):
+        net.init(key, 3)
+
+
+def test_what_cannot_predict_is_refused_before_it_trains(key):
+    net = networks.Network(
+        lambda key: (jax.random.normal(key, (4, 3)), ()),
+        lambda p, x: x @ p,
+        lambda p, x, c, k: (x @ p, c),
+        stateful=True,
+    )
+    with pytest.raises(TargetError, match=r"apply\(params, x, carried\) failed"):
+        run(net, net.init(key, 3), key)
+
+
+def test_masked_targets_do_not_reach_the_gradient(key):
+    """Not even where they are NaN, as 0 times NaN would be."""
+    target = networks.regressor(lambda w, x: x @ w, num_data=12)
+    x, mask = thirds()["x"], np.arange(12) > 0
+    cloud = jax.random.normal(key, (3, 4))
+    scores = [
+        target.score(cloud, {"x": x, "y": np.where(mask, x[:, 0], gap), "mask": mask})
+        for gap in (np.nan, 0.0)
+    ]
+    for found, wanted in zip(*map(jax.tree.leaves, scores), strict=True):
+        assert np.isfinite(found).all()
+        np.testing.assert_array_equal(found, wanted)
+    plain = {"x": x, "y": x[:, 0]}
+    for found, wanted in zip(target.score(cloud, plain | {"mask": None}), target.score(cloud, plain), strict=True):  # fmt: skip
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_noise_of_a_leaf_that_is_not_there(key):
+    target = networks.regressor(lambda p, x: x @ p["w"], num_data=12, noise=lambda p: p["log_sd"])
+    with pytest.raises(TargetError, match=r"noise\(params\) failed, KeyError\('log_sd'\).*\['w'\]"):
+        target.score({"w": jnp.zeros((3, 4))}, {"x": thirds()["x"], "y": np.zeros(12)})
+    with pytest.raises(TargetError, match=r"noise\(params\) failed"):
+        px.predictive.normal(lambda p, x: x @ p["w"], {"w": jnp.zeros((3, 4))}, thirds()["x"], noise=lambda p, x: 1.0)  # fmt: skip
+    with pytest.raises(TargetError, match=r"noise returned shape \(12,\) for one particle"):
+        px.predictive.normal(lambda p, x: x @ p["w"], {"w": jnp.zeros((3, 4))}, thirds()["x"], noise=lambda p: jnp.ones(12))  # fmt: skip
+
+
+def test_modules_are_not_networks(key):
+    with pytest.raises(OptionError, match="network is a module, MLP; expected"):
+        networks.classifier(px.modules.eqx.nn.MLP(4, 3, 8, 1, key=key), num_data=12)

@@ -927,3 +927,12 @@ def test_empty_history():
     history = History(np.zeros(0, np.int64), {"w": np.zeros((0, 4, 3, 2))})
     with refused(E.ParticleError, "T >= 1"):
         plain.categorical(linear, history, X)
+
+
+def test_scores_of_inputs_are_arrays(rng):
+    pred = plain.categorical(
+        linear, {"w": jnp.zeros((4, 3, 2)), "b": jnp.zeros((4, 2))}, jnp.ones((5, 3))
+    )
+    for wrong in (pred, pred.entropy()):
+        with pytest.raises(E.DataError, match=r"inside is \w+; expected a score for each input"):
+            plain.auroc(wrong, pred.entropy().total)

@@ -1,0 +1,96 @@
+"""What a network gives, called with what it may need and checked."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from particlax.errors import DataError, ParticlaxError, TargetError
+from particlax.particles import leaf_names
+
+__all__ = ["called", "plain", "real", "refuse_other", "rows_of", "trained"]
+
+
+def rows_of(batch: Any) -> Any:
+    """The inputs of a batch, if it is one of inputs and targets."""
+    if not isinstance(batch, Mapping) or not {"x", "y"} <= set(batch):
+        came = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise DataError(f"the data are {came}; expected a dict with inputs 'x' and targets 'y'")
+    return batch["x"]
+
+
+def plain(net: Any, params: PyTree, batch: Any) -> Any:
+    """apply(params, x), which must be one array of real numbers."""
+    return real("apply", called(net.apply, params, rows_of(batch)))
+
+
+def called(apply: Any, params: PyTree, x: Any, *more: Any) -> Any:
+    """apply(params, x, ...); what goes wrong in it as one error that says what may be missing."""
+    try:
+        return apply(params, x, *more)
+    except ParticlaxError:
+        raise
+    except Exception as error:
+        gaps = any(leaf is None for leaf in jax.tree.leaves(params, is_leaf=lambda a: a is None))
+        parts = "; a partly Bayesian network needs its shared leaves too: flow.init(head, shared=trunk), and for predictions the run's result"
+        said = f"{type(error).__name__}: {error}".split(" (http")[0].splitlines()[0]
+        raise TargetError(
+            f"apply(params, x{', carried' * len(more)}) failed, {said}. If the network needs state or keys (batch norm, dropout), make a "
+            f"px.networks.Network with stateful=True, or use px.modules{parts * gaps}"
+        ) from error
+
+
+def trained(net: Any, params: PyTree, batch: Any, carried: PyTree, key: Any) -> Any:
+    """forward(params, x, carried, key): outputs, and what the particle carries on."""
+    assert net.forward is not None
+    x = rows_of(batch)
+    try:
+        result = net.forward(params, x, carried, key)
+    except (TypeError, LookupError, AttributeError) as error:
+        if jax.tree.leaves(carried):
+            raise
+        raise TargetError(
+            f"forward(params, x, carried, key) failed with nothing carried: {error!r}. A network that keeps state starts with "
+            "it: particles, carried = net.init(key, M), then px.run(flow, flow.init(particles, carried), ...)"
+        ) from error
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TargetError(
+            f"forward returned {type(result).__name__}; expected the pair (outputs, what the particle carries on)"
+        )
+    before, after = ([_told(leaf) for leaf in jax.tree.leaves(tree)] for tree in (carried, result[1]))  # fmt: skip
+    if before and before != after:
+        raise TargetError(
+            f"forward was given arrays {before} to carry and returned {after}; expected the same shapes and types, step for step"
+        )
+    return real("forward", result[0]), result[1]
+
+
+def refuse_other(carried: PyTree, new: PyTree) -> None:
+    """Refuse what is carried on in another form than it came in."""
+    told = lambda tree: (jax.tree.structure(tree), [_told(leaf) for leaf in jax.tree.leaves(tree)])
+    if told(carried) != told(new):
+        named = lambda tree: dict(zip(leaf_names(tree), told(tree)[1], strict=True))
+        raise TargetError(
+            f"forward was given {named(carried)} to carry and returned {named(new)}; expected the same names, shapes and types, step for "
+            "step. What a network carries it gets from its start: (params, carried)"
+        )
+
+
+def _told(leaf: Any) -> str:
+    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+
+
+def real(name: str, outputs: Any) -> Array:
+    """The network's outputs, if they are one array of real numbers."""
+    if not isinstance(outputs, (jax.Array, np.ndarray)):
+        raise TargetError(
+            f"{name} returned {type(outputs).__name__} as outputs; expected one array with a row for each datum"
+        )
+    if not jnp.issubdtype(outputs.dtype, jnp.floating):
+        raise TargetError(
+            f"{name} returned {outputs.dtype} outputs; expected real numbers, through which a gradient flows"
+        )
+    return jnp.asarray(outputs)
