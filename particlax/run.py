@@ -242,9 +242,7 @@ class _Task:
             step = self.first + pace.done
             room = functools.partial(self._room, step, pace, keeper, saver)
             with self._rescuing(saver, here):
-                size = min(
-                    self.team.each(room)
-                )  # all take the same steps, whatever their clocks say
+                size = min(self.team.each(room))  # the same steps, whatever their clocks say
             if not size:  # the data are slow, but signals are not to wait for them
                 shown = functools.partial(self._shown, state, log_density, 0.0)
                 saver.look(here or begun, end=False, snapshot=shown)

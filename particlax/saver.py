@@ -45,7 +45,7 @@ class Saver:
         self.steps = 0 if timed else int(options.every)
         self.interval = seconds(str(options.every)) if timed else np.inf
         self.store: Store | None = None
-        self.saved = self.last = -1
+        self.saved = self.last = self.began = -1
         self.config: dict[str, str] = {}
         self.known: dict[int, float] = {}
 
@@ -102,6 +102,7 @@ class Saver:
         A run that an observer has ended goes on if it is asked for more steps than before, or if nobody watches.
         """
         self.config, begun, self.last = config(), fresh(state, self.layout), last
+        self.began = int(state.step)
         step = self.team.by_first(self._newest)
         if step is None:
             return begun
@@ -203,7 +204,8 @@ class Saver:
         notes = self.team.each(lambda: [late, self.signals.came])
         late, came = notes[0][0], next((came for _, came in notes if came is not None), None)
         on_time = bool(self.steps) and step % self.steps == 0
-        if step != self.saved and (on_time or late or end or came is not None):
+        due = (on_time or late) and step != self.began  # data may be slow to come
+        if step != self.saved and (due or end or came is not None):
             self._save(begun, step, snapshot)
         if came is not None and not end:
             self._waited(begun.state)
@@ -219,6 +221,7 @@ class Saver:
             self.store.settle()
         except CheckpointError as failure:  # of the save before
             self._say(str(failure))
+            self.saved = -1
         note = f"The state of step {step} is saved in {self.folder.home(step)}; the same command goes on from there"
         try:
             if step != self.saved:

@@ -14,6 +14,7 @@ import pytest
 
 import particlax as px
 from particlax import ready
+from particlax.folder import Folder
 from particlax.streams import Feed
 
 COMPILE_FAST = True
@@ -285,6 +286,15 @@ def test_signals_do_not_wait_for_slow_batches(arrays, monkeypatch, tmp_path, han
     free.set()
     assert end.value.code == 75
     assert px.checkpoints.load(tmp_path / "run").step == 6
+
+
+def test_nothing_is_saved_before_the_first_step(arrays, monkeypatch, tmp_path):
+    """However long its batch takes: a folder without a step is free for another run."""
+    monkeypatch.setattr(streams, "WAIT_SECONDS", 0.0)
+    data = px.Stream(batches_of(arrays, lambda step: np.arange(SIZE)), num_data=ROWS)
+    saved = px.Checkpoints(tmp_path / "run", every=1, keep=20)
+    go(FLOWS["sgld"], data, 4, checkpoint=saved)
+    assert Folder(tmp_path / "run").steps() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg", "threefry2x32"])
