@@ -24,6 +24,8 @@ from particlax.errors import ParticlaxError  # noqa: E402
 from tests.mesh_runs import ROWS, cloud, gap, go, regression, sampler, special_runs, target  # noqa: E402
 
 warnings.simplefilter("error")
+# JAX 0.12 says so whenever it lowers one of our kernels.
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 EIGHT = jax.make_mesh((8,), ("particles",))
 
 
