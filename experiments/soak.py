@@ -3,8 +3,7 @@
 python -m experiments run soak
 
 Every save starts and ends threads, to which glibc gives heaps of their own, up to eight for each core. particlax has glibc give back what
-they leave, but not the gaps within pages: it takes about a thousand saves until all heaps are as large as they get. So there are many saves,
-and beside what the process has of memory stands what the program holds of it.
+they leave, but not the gaps within pages. So beside what the process has of memory stands what the program holds of it.
 """
 
 import ctypes
