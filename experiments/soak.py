@@ -8,11 +8,12 @@ they leave, but not the gaps within pages. So beside what the process has of mem
 
 import ctypes
 import dataclasses
+import functools
 import os
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,20 @@ class _Heaps(ctypes.Structure):
     ]  # fmt: skip
 
 
+@functools.cache
+def _account() -> Callable[[], _Heaps] | None:
+    try:
+        found = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return None
+    found.restype = _Heaps
+    return found
+
+
 def held() -> float:
     """MB that the program has asked for and not given back, without the gaps between; NaN where glibc is not there to tell."""
-    try:
-        account = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):
+    if (account := _account()) is None:
         return float("nan")
-    account.restype = _Heaps
     heaps = account()
     return (heaps.uordblks + heaps.hblkhd) / 2**20
 

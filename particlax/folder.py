@@ -252,9 +252,12 @@ def _stamp(path: Path, sync: bool = False) -> dict[str, Any]:
 
 
 def _write(path: Path, body: dict[str, Any]) -> None:
-    """A manifest, with its own hash."""
+    """A manifest, with its own hash; a line for each entry."""
+    # Without json's `indent`, whose encoder leaves cycles behind at every save.
+    entries = {**body, "sha256": _digest(body)}.items()
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in entries]
     with path.open("w") as out:
-        json.dump({**body, "sha256": _digest(body)}, out, indent=1)
+        out.write("{\n" + ",\n".join(lines) + "\n}\n")
         out.flush()
         os.fsync(out.fileno())
 

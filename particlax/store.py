@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import logging
 import os
@@ -139,12 +140,22 @@ class Store:
             self.orbax.close()
 
 
+@functools.cache
+def _trimming() -> Callable[[int], Any] | None:
+    """glibc's malloc_trim; other C libraries have no such function, and no need of it.
+
+    Looked up once: each look makes a class, which is in a cycle and so outlives its save, and keeps the pages that it lies between.
+    """
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
 def _trim() -> None:
     """Give memory that the threads of a save are done with back to the system: glibc keeps it, in a heap for each of them."""
-    with contextlib.suppress(
-        Exception
-    ):  # other C libraries have no such function, and no need of it
-        ctypes.CDLL(None).malloc_trim(0)
+    if (trim := _trimming()) is not None:
+        trim(0)
 
 
 @contextlib.contextmanager

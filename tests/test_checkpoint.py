@@ -1,5 +1,6 @@
 """Checkpoints: a resumed run equals an uninterrupted one bit for bit, and no other run is mistaken for it."""
 
+import gc
 import importlib
 import json
 import os
@@ -153,6 +154,33 @@ def test_saved_while_the_run_goes_on(tmp_path):
         seen = px.checkpoints.load(tmp_path / "run", step)
         assert np.array_equal(seen.particles["w"], clouds["w"][step - 1])
         assert np.array_equal(seen.particles["b"], clouds["b"][step - 1])
+
+
+def test_saves_leave_no_cycles(tmp_path):
+    """What waits for the garbage collector keeps memory of a save from being given back, and an hour of saves grows."""
+    where = folder.Folder(tmp_path)
+    where.lock()
+    saves = store.Store(where)
+    tree = {"w": jnp.ones((4, 3)), "key": jax.random.key(0)}
+
+    def save(step):
+        saves.save(step, tree, {"config": {"a": "b"}, "replaced": [[1, 2, 3]]}, lambda: None)
+        saves.wait()
+
+    save(1)  # what is made once
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for step in (2, 3):
+            save(step)
+        gc.collect()
+        left = [repr(thing)[:100] for thing in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        saves.close()
+        where.unlock()
+    assert left == []
 
 
 def test_checkpoints_do_not_alter_a_run_and_compile_nothing(tmp_path):
