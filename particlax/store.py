@@ -1,8 +1,6 @@
 """Arrays to and from a folder of checkpoints: Orbax writes and reads them, in the background, and nothing is pickled."""
 
 import contextlib
-import ctypes
-import functools
 import itertools
 import logging
 import os
@@ -16,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from particlax import heaps
 from particlax.errors import CheckpointError
 from particlax.folder import ARRAYS, Folder
 from particlax.processes import Team
@@ -79,6 +78,7 @@ class Store:
     def save(self, step: int, tree: PyTree, content: dict, then: Callable[[], None]) -> None:
         """Start to write `tree`; `content` goes into the manifest, `then` is called when all is on the disk."""
         self.wait()
+        heaps.lean()
         arrays, leaves = encode(tree)
         self.step = step
         place = self.folder.unfinished(step) / ARRAYS
@@ -105,7 +105,7 @@ class Store:
                 then()
         except BaseException as error:
             self.error = error
-        _trim()
+        heaps.settle()
 
     def wait(self) -> None:
         """Wait for the checkpoint under way; `CheckpointError` if it could not be written."""
@@ -138,24 +138,7 @@ class Store:
         """Let Orbax go; call `wait` first."""
         with self.quiet:
             self.orbax.close()
-
-
-@functools.cache
-def _trimming() -> Callable[[int], Any] | None:
-    """glibc's malloc_trim; other C libraries have no such function, and no need of it.
-
-    Looked up once: each look makes a class, which is in a cycle and so outlives its save, and keeps the pages that it lies between.
-    """
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
-        return None
-
-
-def _trim() -> None:
-    """Give memory that the threads of a save are done with back to the system: glibc keeps it, in a heap for each of them."""
-    if (trim := _trimming()) is not None:
-        trim(0)
+        heaps.settle()  # a save that failed at its start has not
 
 
 @contextlib.contextmanager
