@@ -17,10 +17,14 @@ def seconds(call: Callable[[int], Any], turn: float = 0.1, repeats: int = 5) -> 
         jax.block_until_ready(call(count))
         return time.perf_counter() - began
 
-    spent(1)
+    def warm(count: int) -> float:
+        spent(count)  # some programs are compiled anew for other numbers of turns
+        return spent(count)
+
     count = 1
-    while (taken := spent(count)) < turn / 2 and count < 1 << 14:
+    while (taken := warm(count)) < turn / 2 and count < 1 << 14:
         count = int(min(8 * count, max(count + 1, turn / taken * count)))
+    spent(count)
     return float(np.median([spent(count) for _ in range(repeats)])) / count
 
 

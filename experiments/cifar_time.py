@@ -26,7 +26,7 @@ class Config(cifar.Config):
     """Settings of the timing."""
 
     data: str = "noise"
-    steps: int = 200
+    steps: int = 1000  # a call has costs of its own, a tenth of a second
     layers: str = "out"  # with these layers alone as particles, some methods are timed again
     again: str = "Adam; SVGD; pi-SGLD"
 

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 import particlax as px
-from experiments import config, language_model, language_tables, language_text
+from experiments import config, language_model, language_tables, language_text, language_vectors
 from experiments.fetching import DatasetError
 from experiments.language_model import Shape
 from experiments.language_text import Rows
@@ -49,6 +49,7 @@ class Config:
     embedding: int = 300
     hidden: int = 600
     dropout: float = 0.4
+    vectors: bool = True  # embeddings start from vectors of the training text
     adam: float = 3e-3  # of all that do not say otherwise
     beta: float = 0.99  # Adam's memory of squares: short, for a run of a few thousand steps
     rmsprop: float = 1e-3
@@ -94,6 +95,22 @@ def shape(c: Config) -> Shape:
 def shares(c: Config) -> np.ndarray:
     """How frequent the words are."""
     return language_model.log_shares(shape(c), text(c).parts["train"])
+
+
+@functools.lru_cache(maxsize=1)
+def embedding(c: Config) -> np.ndarray:
+    """What the embeddings of all networks start from, as large as uniform numbers in [-0.1, 0.1]."""
+    found = language_vectors.vectors(text(c).parts["train"], shape(c).words, c.embedding)
+    return np.float32(language_model.WIDTH / np.sqrt(3)) * found
+
+
+def begun(c: Config, key: jax.Array) -> Any:
+    """The networks at the start."""
+    make = functools.partial(language_model.start, shape(c))
+    start = jax.vmap(make)(jax.random.split(key, c.particles))
+    if not c.vectors:
+        return start
+    return start | {"embedding": jnp.broadcast_to(embedding(c), start["embedding"].shape)}
 
 
 def clipped(limit: float) -> optax.GradientTransformation:
@@ -167,8 +184,7 @@ class Training:
         self.steps = max(1, round(c.epochs * self.batches.batches_per_epoch))
         self.flow = flows(c, len(data.x), data.tokens, self.steps)[method]()
         self.key = jax.random.key(seed)
-        make = functools.partial(language_model.start, shape(c))
-        self.state = self.flow.init(jax.vmap(make)(jax.random.split(self.key, c.particles)))
+        self.state = self.flow.init(begun(c, self.key))
         self.seconds, self.ms = 0.0, 0.0
 
     def go(self, until: int) -> float:

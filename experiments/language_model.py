@@ -19,8 +19,14 @@ from particlax.networks import GaussianPrior
 from particlax.target import Target
 
 Params = dict[str, Array]
+ROWS = 8
+"""Matrices have a multiple of so many rows, which is what products in bfloat16 are fast for."""
 ALIGN = 128
 """The output table has a multiple of this many columns, which tensor cores want; those beyond the vocabulary have probability 0."""
+
+
+WIDTH = 0.1
+"""Of the uniform embeddings."""
 
 
 class Shape(NamedTuple):
@@ -47,7 +53,7 @@ def start(shape: Shape, key: Array) -> Params:
     uniform = lambda key, size, most: jax.random.uniform(key, size, minval=-most, maxval=most)
     cell, out = np.sqrt(6 / (embed + 5 * hidden)), np.sqrt(6 / (hidden + shape.words))
     return {
-        "embedding": uniform(keys[0], (shape.words, embed), 0.1),
+        "embedding": uniform(keys[0], (shape.words, embed), WIDTH),
         "input": uniform(keys[1], (embed, 4 * hidden), cell),
         "recurrent": uniform(keys[2], (hidden, 4 * hidden), cell),
         "bias": jnp.zeros(4 * hidden).at[hidden : 2 * hidden].set(1.0),
@@ -75,18 +81,21 @@ def recur(unroll: int, inputs: Array, recurrent: Array, begin: Array) -> Array:
 def _recur(unroll: int, inputs: Array, recurrent: Array, begin: Array) -> tuple[Array, Any]:
     kind, keep = inputs.dtype, ~begin[..., None]
     weights = recurrent.astype(kind)
+    # Reset at the end of a step: at its start the reset would be part of the product, which is slower so.
+    keep_next = jnp.concatenate([keep[1:], keep[:1]])
 
     def step(carry: tuple[Array, Array], now: tuple[Array, Array]) -> Any:
         h, c = carry
         into, kept = now
-        h, c = jnp.where(kept, h, 0), jnp.where(kept, c, 0)
         i, f, g, o = _gates(into.astype(jnp.float32) + product(h, weights, kind))
         c = f * c + i * g
         h = (o * jnp.tanh(c)).astype(kind)
-        return (h, c), (h, c, jnp.concatenate([i, f, g, o], -1).astype(kind))
+        carry = (jnp.where(kept, h, 0), jnp.where(kept, c, 0))
+        return carry, (h, c, jnp.concatenate([i, f, g, o], -1).astype(kind))
 
     first = jnp.zeros((inputs.shape[1], recurrent.shape[0]))
-    _, (h, c, gates) = lax.scan(step, (first.astype(kind), first), (inputs, keep), unroll=unroll)
+    xs = (inputs, keep_next)
+    _, (h, c, gates) = lax.scan(step, (first.astype(kind), first), xs, unroll=unroll)
     return h, (h, c, gates, recurrent, keep)
 
 
@@ -129,8 +138,21 @@ def word_scores(kind: str, states: Array, table: Array, bias: Array, y: Array) -
 
 def _word_scores(kind: str, states: Array, table: Array, bias: Array, y: Array) -> Any:
     logits = product(states, table, kind, kind)
-    total = jax.nn.logsumexp(logits.astype(jnp.float32) + bias, -1)
+    total = logsumexp(logits, bias)
     return chosen(logits, y) + bias[y] - total, (states, table, bias, y, logits, total)
+
+
+def logsumexp(logits: Array, bias: Array) -> Array:
+    """log sum exp(logits + bias) of each row, in one pass: the largest so far, and the sum relative to it."""
+    z = logits.astype(jnp.float32) + bias
+
+    def joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        most = jnp.maximum(a[0], b[0])
+        return most, a[1] * jnp.exp(a[0] - most) + b[1] * jnp.exp(b[0] - most)
+
+    none = (jnp.float32(np.finfo(np.float32).min), jnp.float32(0))
+    most, total = lax.reduce((z, jnp.ones_like(z)), none, joined, (z.ndim - 1,))
+    return most + jnp.log(total)
 
 
 def chosen(logits: Array, y: Array) -> Array:
@@ -143,9 +165,11 @@ def _word_scores_back(kind: str, kept: Any, d_out: Array) -> tuple[Array, Array,
     share = jnp.exp(logits.astype(jnp.float32) + bias - total[:, None])
     truth = y[:, None] == jnp.arange(len(bias))
     d_logits = (d_out[:, None] * (truth - share)).astype(kind)
-    d_bias = jnp.sum(d_logits.astype(jnp.float32), 0)
     d_states = product(d_logits, table.T, kind).astype(states.dtype)
-    return d_states, product(states.T, d_logits, kind), d_bias, None
+    # The bias is one more row of the table, whose state is 1: a sum over words of its own would be a pass over all logits.
+    ones = jnp.ones((len(states), ROWS - states.shape[1] % ROWS), states.dtype)
+    d_rows = product(jnp.concatenate([states, ones], 1).T, d_logits, kind)
+    return d_states, d_rows[: len(table)], d_rows[len(table)], None
 
 
 word_scores.defvjp(_word_scores, _word_scores_back)

@@ -53,23 +53,27 @@ def table(found: list[dict], name: str) -> report.Rows:
     Without a name, of all corpora that have no table of their own.
     """
     rows = [[
-        "method", "paper", "mixture", "single networks", "validation, mixture", "validation, single", "best epoch",
+        "method", "epochs", "embeddings from", "seeds", "paper", "mixture", "single networks", "validation, mixture", "validation, single",
     ]]  # fmt: skip
     fits = lambda corpus: corpus == name if name else corpus not in TITLES
     here = [
         r for r in found if fits(r["config"]["corpus"]) and r["evaluation"][0] == r["evaluation"][1]
     ]
-    label = lambda r: ("" if name else f"{r['config']['corpus']}: ") + r["config"]["method"]
-    for method in dict.fromkeys(map(label, here)):
-        mine = [r for r in here if label(r) == method]
+    title = lambda c: ("" if name else f"{c['corpus']}: ") + c["method"]
+    label = lambda r: (
+        title(r["config"]), r["config"]["epochs"], r["config"].get("vectors", False)
+    )  # fmt: skip
+    groups = sorted(dict.fromkeys(map(label, here)), key=lambda group: group[1])
+    for group in groups:
+        mine, (method, epochs, vectors) = [r for r in here if label(r) == group], group
         seen = [r["metrics"] for r in mine]
         mean = {key: np.mean([m[key] for m in seen]) for key in seen[0]}
         spread = f" ±{np.std([m['test'] for m in seen]):.2f}" if len(seen) > 1 else ""
         paper = PAPER.get(name, {}).get(method)
         what = " (ensemble)" if method in POINT else ""
+        early = f" (best {mean['epoch']:.1f})" if mean["epoch"] < 0.99 * epochs else ""
         rows.append([
-            method, "-" if paper is None else f"{paper:.2f}", f"{mean['test']:.2f}{spread}{what}",
+            method, f"{epochs:g}{early}", "the text" if vectors else "noise", str(len(seen)), "-" if paper is None else f"{paper:.2f}", f"{mean['test']:.2f}{spread}{what}",
             f"{mean['single_test']:.2f} ±{mean['single_test_sd']:.2f}", f"{mean['valid']:.2f}", f"{mean['single_valid']:.2f}",
-            f"{mean['epoch']:.1f}",
         ])  # fmt: skip
     return rows

@@ -1,5 +1,6 @@
 """The language study: text as numbers, the LSTM and its gradient against slow NumPy, perplexities, the command line."""
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -15,6 +16,7 @@ from experiments import __main__ as command
 from experiments import fetching, language, language_tables, records
 from experiments import language_model as lm
 from experiments import language_text as lt
+from experiments import language_vectors as lv
 from experiments.fetching import DatasetError
 from particlax import predictive
 from particlax.errors import NonFiniteError
@@ -418,6 +420,51 @@ def test_dropout_keeps_the_mean():
     assert lm.dropped(None, 0.4, a) is a
 
 
+# ------------------------------------------------------------------------------------------ vectors
+
+
+def test_counts_and_information_against_loops():
+    rng, words = np.random.default_rng(0), 6
+    ids = rng.integers(0, words, 40).astype(np.uint16)
+    wanted = np.zeros((words, words))
+    for i, a in enumerate(ids):
+        for j, b in enumerate(ids):
+            if 0 < abs(i - j) <= 5:
+                wanted[a, b] += 1 / abs(i - j)
+    wanted[wanted < lv.LEAST] = 0
+    found = lv.counts(ids, words)
+    np.testing.assert_allclose(found.toarray(), wanted, rtol=1e-5)
+    often = wanted.sum(1)
+    chance = often**0.75 / (often**0.75).sum()
+    with np.errstate(divide="ignore"):
+        excess = np.log(wanted / often[:, None] / chance)
+    np.testing.assert_allclose(
+        lv.positive_information(found).toarray(), np.maximum(excess, 0), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_vectors_are_the_leading_singular_ones():
+    ids = np.random.default_rng(1).integers(0, 60, 3000)
+    left, values, _ = np.linalg.svd(lv.positive_information(lv.counts(ids, 60)).toarray())
+    found = lv.vectors(ids, 60, 5)
+    wanted = left[:, :5] * np.sqrt(values[:5])
+    wanted /= np.sqrt(np.mean(wanted**2))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found @ found.T, wanted @ wanted.T, rtol=1e-2, atol=1e-2)
+    wide = lv.vectors(ids, 60, 100)  # more dimensions than words
+    assert wide.shape == (60, 100) and not wide[:, 60:].any()
+    assert np.mean(wide**2) == pytest.approx(1, rel=1e-4)
+
+
+def test_embeddings_start_from_vectors_or_noise():
+    c = language.Config(corpus="synthetic", minimum=1, embedding=8, hidden=8, particles=3)
+    ours = language.begun(c, jax.random.key(0))["embedding"]
+    noise = language.begun(dataclasses.replace(c, vectors=False), jax.random.key(0))["embedding"]
+    assert ours.dtype == noise.dtype == jnp.float32 and ours.shape == noise.shape
+    assert jnp.array_equal(ours[0], ours[2]) and not jnp.array_equal(noise[0], noise[2])
+    assert jnp.std(ours) == pytest.approx(float(jnp.std(noise)), rel=0.1)
+
+
 # ------------------------------------------------------------------------------------------ perplexity
 
 
@@ -550,14 +597,20 @@ def test_tables_of_records():
         for single, sd, value in (("", "", 70.0), ("single_", "", 75.0), ("single_", "_sd", 0.5))
     }
     entry = {
-        "config": {"corpus": "imdb", "method": "SGD"}, "metrics": metrics, "seconds": 100.0, "evaluation": [2, 2],
+        "config": {"corpus": "imdb", "method": "SGD", "epochs": 2.0}, "metrics": metrics, "seconds": 100.0, "evaluation": [2, 2],
         "corpus": language_tables.facts(lt.synthetic()),
     }  # fmt: skip
     half = entry | {"evaluation": [1, 2]}
     rows = language_tables.table([half, entry], "imdb")
-    assert rows[1][:4] == ["SGD", "72.14", "70.00 (ensemble)", "75.00 ±0.50"]
+    assert rows[1][:7] == ["SGD", "2", "noise", "1", "72.14", "70.00 (ensemble)", "75.00 ±0.50"]
     assert len(rows) == 2
+    longer = entry | {"config": entry["config"] | {"epochs": 8.0, "vectors": True}}
+    both = language_tables.table([longer, entry, entry], "imdb")
+    assert [row[:4] for row in both[1:]] == [
+        ["SGD", "2", "noise", "2"], ["SGD", "8 (best 2.0)", "the text", "1"]
+    ]  # fmt: skip
     assert len(language_tables.table([entry], "bnc")) == 1
-    other = entry | {"config": {"corpus": "mine", "method": "SVGD"}}
-    assert language_tables.table([entry, other], "")[1][:2] == ["mine: SVGD", "-"]
+    other = entry | {"config": {"corpus": "mine", "method": "SVGD", "epochs": 2.0}}
+    row = language_tables.table([entry, other], "")[1]
+    assert (row[0], row[4]) == ("mine: SVGD", "-")
     assert language_tables.corpora([entry])[1][:4] == ["imdb", "44", "train", "300"]
