@@ -89,6 +89,10 @@ COLUMNS = (
 )
 
 
+QUIET = 20.0
+"""Seconds without a word after which a run says what it measures on the way."""
+
+
 def perform(study: Study, settings: Any, name: str, console: Console) -> list[dict]:
     """Do the runs that are not yet in the records `name`; all records of these settings.
 
@@ -114,13 +118,23 @@ def perform(study: Study, settings: Any, name: str, console: Console) -> list[di
         for run in missing:
             bar.update(task, description=label(run))
             began = time.perf_counter()
-            found = list(run.work())
+            found = list(_heard(run.work(), label(run), console))
             ledger.add(_entries(study.name, run, found))
             seconds = time.perf_counter() - began
             console.print(f"{label(run)}: {_said(found[-1])} ({seconds:.1f} s)", soft_wrap=True)
             bar.advance(task)
     keys = [(run.settings, run.seed) for run in wanted]
     return [entry for entry in ledger.records if (entry["config"], entry["seed"]) in keys]
+
+
+def _heard(evaluations: Iterable[Evaluation], label: str, console: Console) -> Iterator[Evaluation]:
+    """The evaluations of a run; those that come late are printed at once, since a run that is cut short leaves no record."""
+    last = time.perf_counter()
+    for seen in evaluations:
+        if time.perf_counter() - last >= QUIET:
+            console.print(f"{label}, on the way: {_said(seen)}", soft_wrap=True)
+            last = time.perf_counter()
+        yield seen
 
 
 def _labels(wanted: list[Run]) -> Callable[[Run], str]:

@@ -19,6 +19,7 @@ from experiments import (
     reference,
     sensitivity,
     soak,
+    study,
     tables,
     toy,
 )
@@ -116,6 +117,21 @@ def test_an_interrupted_study_goes_on_where_it_was(sandbox, capsys, monkeypatch)
     assert "another --record=" in capsys.readouterr().out.replace("\n", " ")
     values = [r["metrics"]["value"] for r in records.read("counting", "x")]
     assert values == [1, 2, 11, 12, 21, 22]
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_long_runs_say_what_they_measure_on_the_way(sandbox, capsys, monkeypatch, patience):
+    monkeypatch.setattr(study, "QUIET", patience)
+
+    def runs(c):
+        yield Run({"width": 3}, 0, lambda: (Evaluation({"error": k}, 1.0) for k in range(3)))
+
+    slow = Study("slow", "", "", "", type(None), runs, {})
+    found = perform(slow, None, "smoke", Console(width=100))
+    printed = capsys.readouterr().out
+    assert [entry["metrics"]["error"] for entry in found] == [0, 1, 2]
+    assert printed.count("on the way") == (0 if patience else 3)
+    assert "error 2" in printed
 
 
 @pytest.mark.parametrize("lines", [0, 1])
