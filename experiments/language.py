@@ -28,10 +28,10 @@ from experiments.fetching import DatasetError
 from experiments.language_model import Shape
 from experiments.language_text import Rows
 from experiments.study import Evaluation, Run, Study, Table
-from particlax.diffusions import FixedScale, Transport
+from particlax.diffusions import FixedScale, Langevin, Transport
 from particlax.integrators import RMS, Optax
 
-OPTIONAL = ("RMSprop",)
+OPTIONAL = ("RMSprop", "SGLD, cold")
 """Methods that run only if they are named."""
 
 
@@ -57,6 +57,7 @@ class Config:
     clip: float = 0.25  # of the norm of SGD's gradient, by network
     sgld: float = 2e-3  # of RMSprop-preconditioned SGLD
     floor: float = 1e-5  # what SGLD adds to the root mean square of a word's gradient
+    cold: float = 1e-3  # temperature of "SGLD, cold", whose rate is RMSprop's
     warmup: float = 0.02  # share of the steps
     decay: float = 0.6  # share of the steps over which the rate falls to zero
     prior: float = 1.0
@@ -145,13 +146,15 @@ def flows(c: Config, num: int, words: int, steps: int) -> dict[str, Callable[[],
         clipped(c.clip * words), optax.sgd(pace(c, c.sgd / words, steps), momentum=0.9)
     )
     alone = lambda optimizer: px.Flow(target, (px.Drift(),), Optax(optimizer))
-    noisy = RMS(pace(c, c.sgld, steps), decay=0.99, epsilon=c.floor * words)
+    noisy = lambda rate: RMS(pace(c, rate, steps), decay=0.99, epsilon=c.floor * words)
+    cold = (px.Drift(), Langevin(c.cold))
     transport = Transport(coupling=FixedScale(c.gamma))
     return {
         "SGD": lambda: alone(sgd),
         "RMSprop": lambda: alone(rms),
         "Adam": lambda: alone(adam),
-        "SGLD": lambda: px.sgld(target, integrator=noisy),
+        "SGLD": lambda: px.sgld(target, integrator=noisy(c.sgld)),
+        "SGLD, cold": lambda: px.Flow(target, cold, noisy(c.rmsprop)),
         "SVGD": lambda: px.svgd(target, optimizer=adam),
         "w-SGLD": lambda: px.w_sgld(target, coupling=FixedScale(c.gamma), optimizer=adam),
         "w-SGLD-B": lambda: px.w_sgld_b(target, optimizer=adam),

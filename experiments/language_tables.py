@@ -69,7 +69,7 @@ def table(found: list[dict], name: str) -> report.Rows:
         seen = [r["metrics"] for r in mine]
         mean = {key: np.mean([m[key] for m in seen]) for key in seen[0]}
         spread = f" ±{np.std([m['test'] for m in seen]):.2f}" if len(seen) > 1 else ""
-        paper = PAPER.get(name, {}).get(method)
+        paper = PAPER.get(name, {}).get(method.removesuffix(", cold"))
         what = " (ensemble)" if method in POINT else ""
         early = f" (best {mean['epoch']:.1f})" if mean["epoch"] < 0.99 * epochs else ""
         rows.append([

@@ -499,10 +499,11 @@ def tiny(**changes):
     return language.Config(**(language.STUDY.smoke | changes))
 
 
-def test_sgld_learns():
+@pytest.mark.parametrize("method", ["SGLD", "SGLD, cold"])
+def test_sgld_learns(method):
     """From 44 words to choose from, towards the three that may follow."""
-    c = tiny(epochs=12.0, batch=8, sgld=0.01, evaluations=1, hidden=16)
-    *_, last = language.work(c, "SGLD", 0)
+    c = tiny(epochs=12.0, batch=8, sgld=0.01, rmsprop=0.01, evaluations=1, hidden=16)
+    *_, last = language.work(c, method, 0)
     assert last.metrics["test"] < 20
     assert last.metrics["test"] <= last.metrics["single_test"] + 1e-6
     assert last.extra["corpus"]["vocabulary"] == 44
