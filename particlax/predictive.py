@@ -72,6 +72,12 @@ class Categorical(eqx.Module):
     model_entropy: Float[np.ndarray, "*n"]
     log_probs: Float[np.ndarray, "M *n C"] | None = None  # None without keep, and after tempered
 
+    def __getitem__(self, index: Any) -> "Categorical":
+        """Some of the predictions, by a mask, a slice or row numbers: pred[mask].score(y[mask])."""
+        at, data = _selected(index, self.data_entropy)
+        each = None if self.log_probs is None else self.log_probs[(slice(None), *at)]
+        return Categorical(self.log_mixture[at], data, self.model_entropy[at], each)
+
     @property
     def probs(self) -> Float[np.ndarray, "*n C"]:
         """The mixture 1/M sum_m p_m."""
@@ -226,6 +232,12 @@ class Normal(eqx.Module):
     means: Float[np.ndarray, "M *n"]
     sds: Float[np.ndarray, "M ..."]  # broadcasts against the means
 
+    def __getitem__(self, index: Any) -> "Normal":
+        """Some of the predictions, by a mask, a slice or row numbers: pred[mask].score(y[mask])."""
+        at, _ = _selected(index, self.means[0])
+        sds = np.broadcast_to(self.sds, self.means.shape)
+        return Normal(self.means[(slice(None), *at)], sds[(slice(None), *at)])
+
     @property
     def mean(self) -> Float[np.ndarray, "*n"]:
         """The mean of the mixture."""
@@ -312,6 +324,24 @@ def snapshots(history: PyTree, last: int | None = None) -> PyTree[Float[np.ndarr
     (20, 3)
     """
     return merged(history.particles if isinstance(history, History) else history, last)
+
+
+def _selected(index: Any, like: np.ndarray) -> tuple[tuple, np.ndarray]:
+    """An index of the axes of `like`, in NumPy's words, and what it selects; numbers of rows keep their axis."""
+    parts = index if isinstance(index, tuple) else (index,)
+    at = tuple(
+        part if isinstance(part, slice) else np.atleast_1d(np.asarray(part)) for part in parts
+    )
+    try:
+        found = like[at]
+    except IndexError as error:
+        raise DataError(
+            f"predictions of shape {list(like.shape)} have no such part: {error}; expected a mask of that shape or of its "
+            "first axis, a slice, or numbers of rows"
+        ) from None
+    if not found.size:
+        raise DataError(f"none of the predictions of shape {list(like.shape)} is selected")
+    return at, found
 
 
 def _labels(y: Any, shape: tuple[int, ...]) -> np.ndarray:

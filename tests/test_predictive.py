@@ -443,6 +443,71 @@ def test_snapshots_of_networks_that_carry(carries, key):
         px.predictive.categorical(net, run.particles, x)
 
 
+INDICES = {
+    "mask": lambda n: np.arange(n) % 3 == 0,
+    "mask on the device": lambda n: jnp.arange(n) % 3 == 0,
+    "slice": lambda n: slice(2, n, 4),
+    "row numbers": lambda n: [5, 1, 1],
+    "one row": lambda n: 4,
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_some_of_the_predictions_are_those_of_some_rows(rng, name):
+    cloud = rng.normal(size=(4, 3, 5))
+    x, y = rng.normal(size=(20, 3)), rng.integers(0, 5, 20)
+    index = INDICES[name](20)
+    rows = np.atleast_1d(
+        np.arange(20)[np.asarray(index) if name == "mask on the device" else index]
+    )
+    apply = lambda w, x: x @ w
+    some, alone = (
+        predictive.categorical(apply, cloud, x)[index],
+        predictive.categorical(apply, cloud, x[rows]),
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), some, alone)
+    np.testing.assert_allclose(some.score(y[rows]), alone.score(y[rows]), rtol=1e-5)
+    noise = lambda w: jnp.exp(w[0, 0])
+    values, told = (predictive.normal(apply, cloud, part, noise=noise) for part in (x, x[rows]))
+    np.testing.assert_allclose(
+        values[index].score(x[rows] @ cloud[0]), told.score(x[rows] @ cloud[0]), rtol=1e-4
+    )
+
+
+def test_masked_labels_of_sequences_do_not_count(rng):
+    logits, y = rng.normal(size=(3, 6, 4, 5)), rng.integers(-1, 5, (6, 4))
+    pred = predictive.categorical(lambda p, x: p[x], logits, np.arange(6))
+    mask = y >= 0
+    chosen = np.take_along_axis(pred.log_mixture, np.maximum(y, 0)[..., None], -1)[..., 0]
+    score = pred[mask].score(y[mask])
+    assert score.log_density == pytest.approx(chosen[mask].mean())
+    assert score.accuracy == pytest.approx(np.mean(pred.labels[mask] == y[mask]))
+    assert pred[mask].log_probs.shape == (3, mask.sum(), 5)
+    assert pred[2:4, 1].log_mixture.shape == (2, 1, 5)
+    assert (
+        predictive.categorical(lambda p, x: p[x], logits, np.arange(6), keep=False)[mask].log_probs
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    "index, words",
+    [
+        (np.ones(7, bool), "of shape [6, 4] have no such part"),
+        ((0, 0, 0), "too many indices"),
+        (..., "a mask of that shape or of its first axis"),
+        (None, "numbers of rows"),
+        (9, "out of bounds"),
+        (np.zeros(6, bool), "none of the predictions of shape [6, 4] is selected"),
+    ],
+)
+def test_parts_that_are_not_there(rng, index, words):
+    pred = predictive.categorical(lambda p, x: p[x], rng.normal(size=(3, 6, 4, 5)), np.arange(6))
+    with pytest.raises(px.errors.DataError) as caught:
+        pred[index]
+    assert words in str(caught.value)
+
+
 def test_no_particles():
     with pytest.raises(ParticleError, match=r"no particles came.*thin=100"):
         px.predictive.categorical(lambda w, x: x @ w, None, jnp.ones((2, 3)))
