@@ -59,6 +59,7 @@ LAYERS = [
     "sources",
     "fingerprint",
     "folder",
+    "heaps",
     "store",
     "checkpoints",
     "signals",

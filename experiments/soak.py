@@ -157,7 +157,7 @@ def table(found: list[dict]) -> report.Rows:
         least = [min(part) for part in np.array_split(entry["memory"], 10)]
         tenths = [np.median(part) for part in np.array_split(entry["files"], 10)]
         rows.append([
-            entry["config"]["every"], f"{m['steps']:,.0f}", f"{m['checkpoints']:,.0f}", f"{m['memory_mb']:.0f}",
+            str(entry["config"]["every"]), f"{m['steps']:,.0f}", f"{m['checkpoints']:,.0f}", f"{m['memory_mb']:.0f}",
             f"{m['growth_mb_per_hour']:.1f} ± {m['standard_error']:.1f}", f"{least[0]:.1f}, {least[-1]:.1f}",
             f"{m['held_mb']:.0f}", f"{m['held_growth_mb_per_hour']:.1f} ± {m['held_standard_error']:.1f}", f"{tenths[0]:.0f}, {tenths[-1]:.0f}",
         ])  # fmt: skip
