@@ -143,13 +143,8 @@ def run(
             "thin keeps clouds along the way, but not the leaves that they share, without which they mean nothing; leave "
             "thin out, and keep what you need with an observer"
         )
-    first, layout = int(state.step), None
-    if mesh is not None:
-        layout = placement.layout_of(mesh, state, num_particles(state.particles))
-        arrays = None if isinstance(data, Stream) else data
-        given = {"particles": state, "keys": key, "data": arrays}
-        placement.refuse_different(layout, given)
-        state, key = placement.put(layout, state), placement.replicated(layout, key)
+    first = int(state.step)
+    state, key, layout = _placed(mesh, state, key, data)
     saver = NoSaver(layout) if saving is None else Saver(saving, layout)
     team = Team() if layout is None else layout.team
     with saver, team.noticing(saver.again):
@@ -163,6 +158,18 @@ def run(
             Bar(steps, progress, int(begun.state.step) - first) as bar,
         ):
             return task.run(begun, saver, bar)
+
+
+def _placed(
+    mesh: jax.sharding.Mesh | None, state: State, key: Array, data: Any
+) -> tuple[State, Array, placement.Layout | None]:
+    """State and key where the mesh wants them, if there is one, and its layout."""
+    if mesh is None:
+        return state, key, None
+    layout = placement.layout_of(mesh, state, num_particles(state.particles))
+    arrays = None if isinstance(data, Stream) else data
+    placement.refuse_different(layout, {"particles": state, "keys": key, "data": arrays})
+    return placement.put(layout, state), placement.replicated(layout, key), layout
 
 
 def _checkpoints(checkpoint: Any, every: int | str | None, thin: int | None) -> Checkpoints | None:
