@@ -12,6 +12,7 @@ from unittest import mock
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from experiments.config import ConfigError
 
@@ -45,6 +46,15 @@ def gpus(count: int = 1) -> list[Any]:
             f"'jax[cuda12]=={jax.__version__}'"
         ) from error
     return list(found.devices)
+
+
+@contextlib.contextmanager
+def named() -> Iterator[None]:
+    """What is lowered inside is for an H200, without XLA's compiler for GPUs: from 0.12 on JAX asks for which GPU a kernel is."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("alone",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with use_abstract_mesh(mesh):
+        yield
 
 
 @contextlib.contextmanager

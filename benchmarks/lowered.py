@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
 import particlax as px
+from benchmarks import absent
 from experiments import mnist
 from particlax import medians
 from particlax.diffusions import GFSD, Blob, FixedScale, Transport
@@ -88,12 +88,13 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
 
 def lowered(function: Callable[..., Any], args: tuple) -> str:
     """StableHLO of what a GPU would run, each kernel as its text."""
-    with mock.patch("jax.default_backend", lambda: "gpu"):
+    with absent.named(), absent.tracing():
         closed = jax.make_jaxpr(function)(*args)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)  # fmt: skip
     run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts))
-    traced = jax.jit(run).trace(*jax.tree.leaves(args))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with absent.named():
+        traced = jax.jit(run).trace(*jax.tree.leaves(args))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return re.sub(r'ir = "((?:[^"\\]|\\.)*)"', lambda found: _kernel(found[1]), text)
 
 
