@@ -24,7 +24,6 @@ def seconds(call: Callable[[int], Any], turn: float = 0.1, repeats: int = 5) -> 
     count = 1
     while (taken := warm(count)) < turn / 2 and count < 1 << 14:
         count = int(min(8 * count, max(count + 1, turn / taken * count)))
-    spent(count)
     return float(np.median([spent(count) for _ in range(repeats)])) / count
 
 
