@@ -21,6 +21,7 @@ LAYERS = [
     "gpu",
     "formula",
     "updates",
+    "calls",
     "tensor",
     "direct",
     "skinny",

@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from particlax import pairwise, placement
+from particlax import calls, pairwise, placement
 from particlax.blocks import few
 from particlax.checks import refuse_not_finite
 from particlax.errors import OptionError, ParticleError, expect, known_options
@@ -24,6 +24,9 @@ from particlax.target import Evaluated, Target
 from particlax.terms import Cloud, Drift, Frame, Term, Velocity, add
 
 __all__ = ["Flow", "Info", "Shared", "State"]
+
+SMALL = 1 << 20
+"""Most bytes of a leaf whose scores may be written out for the sake of their order."""
 
 
 class State(eqx.Module):
@@ -243,6 +246,11 @@ class Flow(eqx.Module):
 def _before(seen: Evaluated, how: pairwise.Mixing) -> tuple[Evaluated, pairwise.Mixing]:
     """Both as they are, the second only when the first's values are known."""
     log_density, how = lax.optimization_barrier((seen.log_density, how))
+    leaves = jax.tree.leaves(seen.score)
+    small = [leaf for leaf in leaves if leaf.nbytes <= SMALL]
+    if 0 < len(small) < len(leaves):
+        # XLA for CPUs drops the barrier before it decides what to copy. The scores of biases know all weights above them.
+        how = calls.after(small, how)
     return seen._replace(log_density=log_density), how
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from particlax import direct, gpu, tensor
+from particlax import calls, direct, gpu, tensor
 from particlax.tensor import Blocks, from_gram
 from particlax.updates import Todo
 
@@ -31,7 +31,7 @@ LANES, RUNS, ROOM = (16, 8), range(40, 19, -1), 1 << 25
 WHOLE = 1 << 27
 """Bytes up to which a leaf is mixed at once on a CPU: faster than in pieces, for two arrays of its size on the way."""
 COPIED = 1 << 20
-"""Most bytes of a leaf that is copied to have runs without remainder."""
+"""Most bytes of a leaf that is copied to have runs without remainder; larger ones are written over."""
 LEAST = 1 << 13
 """Fewest coordinates for which a fused kernel pays."""
 
@@ -236,11 +236,14 @@ def _plain_mix(
         rest, far = jnp.diag(left) + ratio * jnp.diag(right), _turned(right)
 
         def of(shape: tuple[int, ...], x: Array, v: Array) -> Array:
-            out = _times(far, v - jnp.asarray(ratio + pulled, x.dtype) * x)
-            # In the leaf's own shape, or XLA for CPUs would not write new particles over the old ones.
-            shape = shape if math.prod(shape) == x.size else x.shape
+            # In the leaf's own shape, or XLA for CPUs would write neither this nor new particles over the old ones.
+            whole = math.prod(shape) == x.size
+            shape = shape if whole else x.shape
+            times = _kept_times if whole and x.nbytes > COPIED else _leaf_times
             own = rest.astype(x.dtype).reshape(-1, *[1] * (len(shape) - 1))
-            return (out.reshape(shape) + own * x.reshape(shape)).reshape(x.shape)
+            x, v = x.reshape(shape), v.reshape(shape)
+            out = times(far, v - jnp.asarray(ratio + pulled, x.dtype) * x)
+            return (out + own * x).reshape(len(x), -1)
 
     todo = zip(shapes or [x.shape for x in xs], xs, vs, strict=True)
     return [_written(functools.partial(of, shape), x, v) for shape, x, v in todo]
@@ -255,6 +258,13 @@ def _times(turned: Array, x: Array) -> Array:
     """turned.T @ x: what XLA for CPUs does a fifth faster than with the matrix itself, which it hands to another library."""
     dims = (((0,), (0,)), ((), ()))
     return lax.dot_general(turned.astype(x.dtype), x, dims, precision=lax.Precision.HIGHEST)
+
+
+def _leaf_times(turned: Array, leaf: Array) -> Array:
+    return _times(turned, leaf.reshape(len(leaf), -1)).reshape(leaf.shape)
+
+
+_kept_times = calls.kept(_leaf_times)
 
 
 def _plain_move(

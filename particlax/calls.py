@@ -1,0 +1,36 @@
+"""Calls that XLA for CPUs keeps: nothing in one is fused with what is around it, and it waits for all that it is given.
+
+XLA takes operations into the loops of others as it sees fit, and orders them by what they read. Where that costs a copy of a cloud,
+a call says what is wanted. Elsewhere, and for a version of XLA that does not know the sign, it is the function itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jaxtyping import PyTree
+
+__all__ = ["after", "kept"]
+
+
+def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, as such a call."""
+    traced = jax.jit(function)
+
+    def called(*args: Any) -> Any:
+        if jax.default_backend() != "cpu":
+            return function(*args)
+        with set_xla_metadata(inlineable="false"):
+            return traced(*args)
+
+    return called
+
+
+def after(first: PyTree, value: PyTree) -> PyTree:
+    """`value` as it is, once `first` is known."""
+    return _second(first, value)
+
+
+_second = kept(lambda first, value: lax.optimization_barrier((first, value))[1])
