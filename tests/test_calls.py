@@ -38,6 +38,7 @@ def test_elsewhere_it_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jax.clear_caches()
     assert "inlineable" not in program(KEPT).as_text()
+    assert calls.after(X[0], X) is X
 
 
 def test_a_value_after_another():
