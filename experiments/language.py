@@ -69,6 +69,8 @@ class Config:
     kind: str = "bfloat16"
     unroll: int = 1
     chunk: int = 0
+    head: int = 4096  # most frequent words, always in the softmax's denominator while training
+    samples: int = 2048  # of the other words, in place of all of them; 0 for the whole sum
 
 
 _read = functools.lru_cache(maxsize=1)(language_text.read)
@@ -89,7 +91,9 @@ def rows(c: Config, part: str) -> Rows:
 def shape(c: Config) -> Shape:
     """The network."""
     words = len(text(c).vocabulary)
-    return Shape(words, c.embedding, c.hidden, c.kind, c.unroll, c.chunk)
+    whole = c.samples == 0 or words <= c.head + c.samples
+    head, samples = (0, 0) if whole else (c.head, c.samples)
+    return Shape(words, c.embedding, c.hidden, c.kind, c.unroll, c.chunk, head, samples)
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,8 +1,10 @@
 """An LSTM language model for many networks at once: its likelihood with dropout, its gradient by hand, its perplexity.
 
 Rows hold several sequences side by side; where one begins, `start` resets the state. Parameters and sums are float32; the factors of
-matrix products have the type `kind`: bfloat16 on a GPU. The two gradients written by hand keep what automatic differentiation would spend
-memory and time on: the logits are kept once, in `kind`, and the recurrent weights' gradient is one product over all time steps.
+matrix products have the type `kind`: bfloat16 on a GPU. The softmax has a gradient written by hand, which keeps the logits once, in `kind`.
+
+The softmax is over all words. While a network learns, its denominator may be estimated from the most frequent words and a sample of
+the others, weighted so that its mean is the whole sum; perplexities always have the whole sum.
 """
 
 import functools
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from experiments.language_recursion import product, recur
 from experiments.language_text import PAD, Rows
 from particlax.networks import GaussianPrior
 from particlax.target import Target
@@ -22,7 +25,7 @@ Params = dict[str, Array]
 ROWS = 8
 """Matrices have a multiple of so many rows, which is what products in bfloat16 are fast for."""
 ALIGN = 128
-"""The output table has a multiple of this many columns, which tensor cores want; those beyond the vocabulary have probability 0."""
+"""The output table has a multiple of this many rows, which tensor cores want; those beyond the vocabulary have probability 0."""
 
 
 WIDTH = 0.1
@@ -39,9 +42,13 @@ class Shape(NamedTuple):
     unroll: int = 1
     chunk: int = 0
     """Words whose logits are in memory at a time; 0 for all of a batch."""
+    head: int = 0
+    """The first words of the vocabulary, the most frequent ones, which are always in an estimated denominator."""
+    samples: int = 0
+    """How many of the others stand for all of them; 0 for the whole sum."""
 
     @property
-    def columns(self) -> int:
+    def rows(self) -> int:
         """Of the output table."""
         return -(-self.words // ALIGN) * ALIGN
 
@@ -57,87 +64,19 @@ def start(shape: Shape, key: Array) -> Params:
         "input": uniform(keys[1], (embed, 4 * hidden), cell),
         "recurrent": uniform(keys[2], (hidden, 4 * hidden), cell),
         "bias": jnp.zeros(4 * hidden).at[hidden : 2 * hidden].set(1.0),
-        "output": uniform(keys[3], (hidden, shape.columns), out),
-        "output_bias": jnp.zeros(shape.columns),
+        "output": uniform(keys[3], (shape.rows, hidden), out),
+        "output_bias": jnp.zeros(shape.rows),
     }
-
-
-def product(a: Array, b: Array, kind: Any, out: Any = jnp.float32) -> Array:
-    """a @ b with factors rounded to `kind`, summed in float32."""
-    return jnp.matmul(a.astype(kind), b.astype(kind), preferred_element_type=jnp.dtype(out))
-
-
-def _gates(z: Array) -> list[Array]:
-    i, f, g, o = jnp.split(z, 4, -1)
-    return [jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recur(unroll: int, inputs: Array, recurrent: Array, begin: Array) -> Array:
-    """The states [L, n, H] of an LSTM; `inputs` [L, n, 4H] to gates i, f, g, o; `begin` [L, n] is true where the state is reset."""
-    return _recur(unroll, inputs, recurrent, begin)[0]
-
-
-def _recur(unroll: int, inputs: Array, recurrent: Array, begin: Array) -> tuple[Array, Any]:
-    kind, keep = inputs.dtype, ~begin[..., None]
-    weights = recurrent.astype(kind)
-    # Reset at the end of a step: at its start the reset would be part of the product, which is slower so.
-    keep_next = jnp.concatenate([keep[1:], keep[:1]])
-
-    def step(carry: tuple[Array, Array], now: tuple[Array, Array]) -> Any:
-        h, c = carry
-        into, kept = now
-        i, f, g, o = _gates(into.astype(jnp.float32) + product(h, weights, kind))
-        c = f * c + i * g
-        h = (o * jnp.tanh(c)).astype(kind)
-        carry = (jnp.where(kept, h, 0), jnp.where(kept, c, 0))
-        return carry, (h, c, jnp.concatenate([i, f, g, o], -1).astype(kind))
-
-    first = jnp.zeros((inputs.shape[1], recurrent.shape[0]))
-    xs = (inputs, keep_next)
-    _, (h, c, gates) = lax.scan(step, (first.astype(kind), first), xs, unroll=unroll)
-    return h, (h, c, gates, recurrent, keep)
-
-
-def _recur_back(unroll: int, kept: Any, d_out: Array) -> tuple[Array, Array, None]:
-    h, c, gates, recurrent, keep = kept
-    kind = h.dtype
-    weights = recurrent.T.astype(kind)
-    before = lambda a: jnp.where(keep, jnp.concatenate([jnp.zeros_like(a[:1]), a[:-1]]), 0)
-
-    def step(carry: tuple[Array, Array], now: Any) -> Any:
-        d_h, d_c = carry
-        d_out, c, c_before, gates, kept = now
-        i, f, g, o = jnp.split(gates.astype(jnp.float32), 4, -1)
-        d_h = d_h + d_out
-        tanh = jnp.tanh(c)
-        d_c = d_c + d_h * o * (1 - tanh**2)
-        parts = [
-            d_c * g * i * (1 - i), d_c * c_before * f * (1 - f),
-            d_c * i * (1 - g**2), d_h * tanh * o * (1 - o),
-        ]  # fmt: skip
-        d_z = jnp.concatenate(parts, -1).astype(kind)
-        d_h = jnp.where(kept, product(d_z, weights, kind), 0)
-        return (d_h, jnp.where(kept, d_c * f, 0)), d_z
-
-    zero = jnp.zeros(h.shape[1:])
-    xs = (d_out.astype(jnp.float32), c, before(c), gates, keep)
-    _, d_z = lax.scan(step, (zero, zero), xs, reverse=True, unroll=unroll)
-    flat = lambda a: a.reshape(-1, a.shape[-1])
-    return d_z, product(flat(before(h)).T, flat(d_z), kind), None
-
-
-recur.defvjp(_recur, _recur_back)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def word_scores(kind: str, states: Array, table: Array, bias: Array, y: Array) -> Array:
-    """log softmax(states @ table + bias) at the words y, [T]."""
+    """log softmax(states @ table.T + bias) at the words y, [T]."""
     return _word_scores(kind, states, table, bias, y)[0]
 
 
 def _word_scores(kind: str, states: Array, table: Array, bias: Array, y: Array) -> Any:
-    logits = product(states, table, kind, kind)
+    logits = product(states, table.T, kind, kind)
     total = logsumexp(logits, bias)
     return chosen(logits, y) + bias[y] - total, (states, table, bias, y, logits, total)
 
@@ -165,14 +104,81 @@ def _word_scores_back(kind: str, kept: Any, d_out: Array) -> tuple[Array, Array,
     share = jnp.exp(logits.astype(jnp.float32) + bias - total[:, None])
     truth = y[:, None] == jnp.arange(len(bias))
     d_logits = (d_out[:, None] * (truth - share)).astype(kind)
-    d_states = product(d_logits, table.T, kind).astype(states.dtype)
-    # The bias is one more row of the table, whose state is 1: a sum over words of its own would be a pass over all logits.
+    d_states, d_table, d_bias = _products_back(kind, states, table, d_logits)
+    return d_states, d_table, d_bias, None
+
+
+def _products_back(kind: str, states: Array, table: Array, d_logits: Array) -> tuple[Array, ...]:
+    """Gradients of the states, the table and the bias from that of the logits."""
+    d_states = product(d_logits, table, kind).astype(states.dtype)
+    # The bias is one more column of the table, whose state is 1: a sum over words of its own would be a pass over all logits.
     ones = jnp.ones((len(states), ROWS - states.shape[1] % ROWS), states.dtype)
-    d_rows = product(jnp.concatenate([states, ones], 1).T, d_logits, kind)
-    return d_states, d_rows[: len(table)], d_rows[len(table)], None
+    d_table = product(d_logits.T, jnp.concatenate([states, ones], 1), kind)
+    return d_states, d_table[:, : table.shape[1]], d_table[:, table.shape[1]]
 
 
 word_scores.defvjp(_word_scores, _word_scores_back)
+
+
+class Sample(NamedTuple):
+    """Words beyond the head, and the log of what the exponential of each one's logit counts in the denominator."""
+
+    words: Array
+    log_weight: Array
+
+
+def drawn(shape: Shape, shares: np.ndarray, key: Array) -> Sample:
+    """`shape.samples` words beyond the head, with replacement, one from each of as many equal parts of their frequencies.
+
+    A word of frequency q among them is expected samples * q times and counts 1 / (samples * q) each time, so that the mean of the
+    weighted sum is the sum over all of them.
+    """
+    share = np.exp(shares[shape.head : shape.words].astype(np.float64))
+    ends = np.cumsum(share / share.sum())
+    place = (jnp.arange(shape.samples) + jax.random.uniform(key, (shape.samples,))) / shape.samples
+    steps = jnp.asarray(ends[:-1], jnp.float32)
+    found = jnp.searchsorted(steps, place, side="right", method="scan_unrolled")
+    log_weight = np.log(share.sum() / shape.samples) - shares[shape.head : shape.words]
+    return Sample(shape.head + found, jnp.asarray(log_weight, jnp.float32)[found])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sampled_scores(
+    shape: Shape, states: Array, layer: tuple[Array, Array], y: Array, sample: Sample
+) -> Array:
+    """`word_scores` for layer = table, bias, with a denominator of the head and of a sample of the other words, [T]."""
+    return _sampled_scores(shape, states, layer, y, sample)[0]
+
+
+def _sampled_scores(
+    shape: Shape, states: Array, layer: tuple[Array, Array], y: Array, sample: Sample
+) -> Any:
+    (table, bias), head, kind = layer, shape.head, shape.kind
+    rows = jnp.concatenate([table[:head], table[sample.words]]).astype(kind)
+    some = jnp.concatenate([bias[:head], bias[sample.words] + sample.log_weight])
+    logits, truth = product(states, rows.T, kind, kind), table[y].astype(kind)
+    total = logsumexp(logits, some)
+    own = jnp.sum(states.astype(jnp.float32) * truth.astype(jnp.float32), -1) + bias[y]
+    return own - total, (states, rows, some, y, sample.words, truth, logits, total, bias)
+
+
+def _sampled_scores_back(shape: Shape, kept: Any, d_out: Array) -> Any:
+    states, rows, some, y, words, truth, logits, total, bias = kept
+    head, kind = shape.head, shape.kind
+    share = jnp.exp(logits.astype(jnp.float32) + some - total[:, None])
+    d_logits = (-d_out[:, None] * share).astype(kind)
+    d_states, d_rows, d_some = _products_back(kind, states, rows, d_logits)
+    d_states = (d_states + d_out[:, None] * truth).astype(states.dtype)
+    places = jnp.concatenate([words, y])
+    d_truth = d_out[:, None] * states.astype(jnp.float32)
+    d_table = jnp.zeros((len(bias), states.shape[1])).at[:head].set(d_rows[:head])
+    d_table = d_table.at[places].add(jnp.concatenate([d_rows[head:], d_truth]))
+    d_bias = jnp.zeros_like(bias).at[:head].set(d_some[:head])
+    d_bias = d_bias.at[places].add(jnp.concatenate([d_some[head:], d_out]))
+    return d_states, (d_table, d_bias), None, None
+
+
+sampled_scores.defvjp(_sampled_scores, _sampled_scores_back)
 
 
 def chunked(shape: Shape, states: Array, table: Array, bias: Array, y: Array) -> Array:
@@ -188,12 +194,12 @@ def chunked(shape: Shape, states: Array, table: Array, bias: Array, y: Array) ->
 
 
 def log_shares(shape: Shape, ids: np.ndarray) -> np.ndarray:
-    """log((count + 1) / all) of every word in a text, as float32; -1e9 for columns beyond the vocabulary.
+    """log((count + 1) / all) of every word in a text, as float32; -1e9 for rows beyond the vocabulary.
 
     Added to the logits: so the network starts from, and its prior is centred on, how frequent words are.
     """
     counts = np.bincount(ids, minlength=shape.words) + 1.0
-    shares = np.full(shape.columns, -1e9, np.float32)
+    shares = np.full(shape.rows, -1e9, np.float32)
     shares[: shape.words] = np.log(counts / counts.sum())
     return shares
 
@@ -218,9 +224,12 @@ def states(
     """The LSTM's outputs [L, n, H] for words x [L, n]; with a key, dropout on what goes in and what comes out."""
     into, out = (None, None) if key is None else jax.random.split(key)
     words = dropped(into, rate, params["embedding"][x].astype(shape.kind))
-    inputs = jnp.matmul(words, params["input"].astype(shape.kind)) + params["bias"].astype(
-        shape.kind
-    )
+    # The bias is one more row of the weights, whose input is 1: added by itself it would be a pass over all gates, and its gradient one.
+    more = ROWS - words.shape[-1] % ROWS
+    words = jnp.concatenate([words, jnp.ones((*x.shape, more), words.dtype)], -1)
+    rows = [params["bias"][None], jnp.zeros((more - 1, len(params["bias"])))]
+    weights = jnp.concatenate([params["input"], *rows]).astype(shape.kind)
+    inputs = jnp.matmul(words, weights)
     return dropped(out, rate, recur(shape.unroll, inputs, params["recurrent"], begin))
 
 
@@ -236,7 +245,14 @@ def likelihood(shape: Shape, shares: np.ndarray, rate: float) -> Callable[..., A
     def log_likelihood(params: Params, batch: Any, carried: Any, key: Array) -> tuple[Array, Any]:
         x, y, begin = _by_time(batch)
         out = states(shape, params, x, begin, key=key, rate=rate).reshape(y.size, -1)
-        each = chunked(shape, out, params["output"], params["output_bias"] + shares, y.ravel())
+        table, bias, flat = params["output"], params["output_bias"] + shares, y.ravel()
+        each: Any
+        if shape.samples:
+            own = jax.random.fold_in(key, 2)  # dropout splits the key in two
+            sample = drawn(shape, shares, own)
+            each = sampled_scores(shape, out, (table, bias), flat, sample)
+        else:
+            each = chunked(shape, out, table, bias, flat)
         return jnp.sum(jnp.where(y == PAD, 0, each.reshape(y.shape)), 0), carried
 
     return log_likelihood
@@ -258,7 +274,7 @@ def _sums(shape: Shape, shares: Array, particles: Params, batches: Any) -> Array
 
     def one(x: Array, y: Array, begin: Array, params: Params) -> Array:
         out = states(shape, params, x, begin).reshape(y.size, -1)
-        logits, bias = product(out, params["output"], shape.kind), params["output_bias"] + shares
+        logits, bias = product(out, params["output"].T, shape.kind), params["output_bias"] + shares
         return chosen(logits, y.ravel()) + bias[y.ravel()] - jax.nn.logsumexp(logits + bias, -1)
 
     def batch(rows: Any) -> Array:

@@ -259,7 +259,7 @@ def test_rows_must_hold_a_sequence():
 def reference(params, x, y):
     """log p of the words y of one sequence, in float64, one word and one unit at a time."""
     p = {name: np.asarray(leaf, np.float64) for name, leaf in params.items()}
-    p |= {name: p[name][..., : TINY.words] for name in ("output", "output_bias")}
+    p |= {name: p[name][: TINY.words] for name in ("output", "output_bias")}
     hidden = len(p["recurrent"])
     h, c, found = np.zeros(hidden), np.zeros(hidden), []
     sigmoid = lambda v: 1 / (1 + np.exp(-v))
@@ -273,7 +273,7 @@ def reference(params, x, y):
         i, f, g, o = z.reshape(4, hidden)
         c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
         h = sigmoid(o) * np.tanh(c)
-        logits = p["output_bias"] + h @ p["output"] + np.log(np.arange(1, 12) / 66)
+        logits = p["output_bias"] + p["output"] @ h + np.log(np.arange(1, 12) / 66)
         found.append(logits[truth] - np.log(np.sum(np.exp(logits))))
     return found
 
@@ -313,8 +313,8 @@ def slow_gradient(value, params, name, count=12):
     rng = np.random.default_rng(1)
     p = {key: np.asarray(leaf, np.float64) for key, leaf in params.items()}
     places = rng.integers(0, p[name].size, count)
-    if name.startswith("output"):  # of the columns, mostly those that are words
-        places = places - places % 128 + places % (TINY.words + 2)
+    if name.startswith("output"):  # of the rows, mostly those that are words
+        places = places % ((TINY.words + 2) * (p[name].size // 128))
     found = []
     for place in places:
         ends = []
@@ -384,16 +384,71 @@ def test_chunks_change_nothing(chunk):
 
 def test_scores_of_words_against_log_softmax(key):
     keys = jax.random.split(key, 4)
-    states, table = jax.random.normal(keys[0], (6, 4)), jax.random.normal(keys[1], (4, 11))
+    states, table = jax.random.normal(keys[0], (6, 4)), jax.random.normal(keys[1], (11, 4))
     bias, y = jax.random.normal(keys[2], (11,)), jax.random.randint(keys[3], (6,), 0, 11)
     weight = jnp.arange(6.0)
 
     def plain(states, table, bias):
-        return jnp.sum(weight * jax.nn.log_softmax(states @ table + bias)[jnp.arange(6), y])
+        return jnp.sum(weight * jax.nn.log_softmax(states @ table.T + bias)[jnp.arange(6), y])
 
     by_hand = lambda *a: jnp.sum(weight * lm.word_scores("float32", *a, y))
     found, wanted = (jax.value_and_grad(f, (0, 1, 2))(states, table, bias) for f in (by_hand, plain))  # fmt: skip
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_scores_with_a_sampled_denominator_against_the_formula(key, everything):
+    """Each word of the sample counts its weight; with every word beyond the head once, it is the plain softmax."""
+    keys = jax.random.split(key, 4)
+    states, table = jax.random.normal(keys[0], (6, 4)), jax.random.normal(keys[1], (11, 4))
+    bias, y = jax.random.normal(keys[2], (11,)), jnp.array([0, 2, 10, 5, 2, 8])
+    some = lm.Sample(jnp.array([3, 9, 4, 9]), jnp.array([0.5, -0.2, 0.1, 0.7]))
+    sample = lm.Sample(jnp.arange(3, 11), jnp.zeros(8)) if everything else some
+    weight = jnp.arange(1.0, 7.0)
+
+    def plain(states, table, bias):
+        logits = states @ table.T + bias
+        parts = jnp.exp(logits[:, :3]), jnp.exp(logits[:, sample.words] + sample.log_weight)
+        each = logits[jnp.arange(6), y] - jnp.log(sum(jnp.sum(part, 1) for part in parts))
+        if everything:
+            np.testing.assert_allclose(each, jax.nn.log_softmax(logits)[jnp.arange(6), y], 1e-5)
+        return jnp.sum(weight * each)
+
+    by_hand = lambda states, *layer: jnp.sum(
+        weight * lm.sampled_scores(TINY._replace(head=3), states, layer, y, sample)
+    )
+    value, slopes = jax.value_and_grad(by_hand, (0, 1, 2))(states, table, bias)
+    assert value == pytest.approx(float(plain(states, table, bias)), rel=1e-5)
+    wanted = jax.grad(plain, (0, 1, 2))(states, table, bias) if not everything else jax.grad(
+        lambda *a: jnp.sum(weight * lm.word_scores("float32", *a, y)), (0, 1, 2))(states, table, bias)  # fmt: skip
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), slopes, wanted)  # fmt: skip
+
+
+def test_the_mean_of_a_sampled_sum_is_the_whole_sum(key):
+    """Over many draws, for a function that is large where words are rare; and no word of the head, nor beyond the vocabulary."""
+    rng, shape = np.random.default_rng(0), lm.Shape(words=40, head=6, samples=8)
+    shares = lm.log_shares(shape, np.repeat(np.arange(40), rng.integers(1, 1000, 40)))
+    value = rng.uniform(0.5, 2, 40)
+    draws = jax.vmap(lambda key: lm.drawn(shape, shares, key))(jax.random.split(key, 4000))
+    assert draws.words.min() == 6 and draws.words.max() == 39
+    sums = np.sum(np.exp(draws.log_weight) * value[draws.words], 1)
+    error = np.std(sums) / np.sqrt(len(sums))
+    assert abs(np.mean(sums) - value[6:].sum()) < 4 * error
+    assert error < 0.02 * value[6:].sum()
+
+
+def test_a_sampled_likelihood_learns_what_the_whole_one_does():
+    """Its gradient is near the whole one on average over keys."""
+    rows, params = text(), network()
+    shape = TINY._replace(head=4, samples=64)
+    value = lambda shape, key: jax.grad(
+        lambda p: jnp.sum(lm.likelihood(shape, SHARES, 0.0)(p, arrays(rows), (), key)[0])
+    )(params)
+    whole = value(TINY, jax.random.key(0))
+    many = jax.vmap(functools.partial(value, shape))(jax.random.split(jax.random.key(1), 400))
+    for name, slope in whole.items():
+        error = jnp.linalg.norm(many[name].mean(0) - slope)
+        assert error < 0.02 * jnp.linalg.norm(slope), name
 
 
 def test_bfloat16_is_near_float32():
@@ -488,7 +543,7 @@ def test_perplexity_of_the_mixture_against_numpy():
 
 def _logits(params, rows):
     out = lm.states(TINY, params, rows["x"].T.astype(int), rows["start"].T)
-    logits = out @ params["output"] + params["output_bias"] + SHARES
+    logits = out @ params["output"].T + params["output_bias"] + SHARES
     return jnp.swapaxes(logits[..., : TINY.words], 0, 1)
 
 
