@@ -69,8 +69,8 @@ class Config:
     kind: str = "bfloat16"
     unroll: int = 1
     chunk: int = 0
-    head: int = 4096  # most frequent words, always in the softmax's denominator while training
-    samples: int = 2048  # of the other words, in place of all of them; 0 for the whole sum
+    head: int = 2048  # most frequent words, always in the softmax's denominator while training
+    samples: int = 1024  # of the other words, in place of all of them; 0 for the whole sum
 
 
 _read = functools.lru_cache(maxsize=1)(language_text.read)
