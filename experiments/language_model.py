@@ -81,9 +81,9 @@ def _word_scores(kind: str, states: Array, table: Array, bias: Array, y: Array) 
     return chosen(logits, y) + bias[y] - total, (states, table, bias, y, logits, total)
 
 
-def logsumexp(logits: Array, bias: Array) -> Array:
-    """log sum exp(logits + bias) of each row, in one pass: the largest so far, and the sum relative to it."""
-    z = logits.astype(jnp.float32) + bias
+def logsumexp(logits: Array, bias: Array, counted: Array | bool = True) -> Array:
+    """log sum exp(logits + bias) of each row where `counted`, in one pass: the largest so far, and the sum relative to it."""
+    z = jnp.where(counted, logits.astype(jnp.float32) + bias, -jnp.inf)
 
     def joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         most = jnp.maximum(a[0], b[0])
@@ -146,8 +146,13 @@ def drawn(shape: Shape, shares: np.ndarray, key: Array) -> Sample:
 def sampled_scores(
     shape: Shape, states: Array, layer: tuple[Array, Array], y: Array, sample: Sample
 ) -> Array:
-    """`word_scores` for layer = table, bias, with a denominator of the head and of a sample of the other words, [T]."""
+    """`word_scores` for layer = table, bias, with a denominator of the head, of y itself and of a sample of all other words, [T]."""
     return _sampled_scores(shape, states, layer, y, sample)[0]
+
+
+def _counted(shape: Shape, y: Array, words: Array) -> Array:
+    """Which of the head and the sample count for the words y, [T, head + samples]: y beyond the head is there by itself."""
+    return jnp.pad(y[:, None] != words, [(0, 0), (shape.head, 0)], constant_values=True)
 
 
 def _sampled_scores(
@@ -157,24 +162,27 @@ def _sampled_scores(
     rows = jnp.concatenate([table[:head], table[sample.words]]).astype(kind)
     some = jnp.concatenate([bias[:head], bias[sample.words] + sample.log_weight])
     logits, truth = product(states, rows.T, kind, kind), table[y].astype(kind)
-    total = logsumexp(logits, some)
     own = jnp.sum(states.astype(jnp.float32) * truth.astype(jnp.float32), -1) + bias[y]
-    return own - total, (states, rows, some, y, sample.words, truth, logits, total, bias)
+    others = logsumexp(logits, some, _counted(shape, y, sample.words))
+    total = jnp.where(y < head, others, jnp.logaddexp(others, own))
+    return own - total, (states, rows, some, y, sample.words, truth, logits, total, own, bias)
 
 
 def _sampled_scores_back(shape: Shape, kept: Any, d_out: Array) -> Any:
-    states, rows, some, y, words, truth, logits, total, bias = kept
+    states, rows, some, y, words, truth, logits, total, own, bias = kept
     head, kind = shape.head, shape.kind
     share = jnp.exp(logits.astype(jnp.float32) + some - total[:, None])
+    share = jnp.where(_counted(shape, y, words), share, 0)
     d_logits = (-d_out[:, None] * share).astype(kind)
     d_states, d_rows, d_some = _products_back(kind, states, rows, d_logits)
-    d_states = (d_states + d_out[:, None] * truth).astype(states.dtype)
+    d_own = jnp.where(y < head, d_out, -d_out * jnp.expm1(own - total))
+    d_states = (d_states + d_own[:, None] * truth).astype(states.dtype)
     places = jnp.concatenate([words, y])
-    d_truth = d_out[:, None] * states.astype(jnp.float32)
+    d_truth = d_own[:, None] * states.astype(jnp.float32)
     d_table = jnp.zeros((len(bias), states.shape[1])).at[:head].set(d_rows[:head])
     d_table = d_table.at[places].add(jnp.concatenate([d_rows[head:], d_truth]))
     d_bias = jnp.zeros_like(bias).at[:head].set(d_some[:head])
-    d_bias = d_bias.at[places].add(jnp.concatenate([d_some[head:], d_out]))
+    d_bias = d_bias.at[places].add(jnp.concatenate([d_some[head:], d_own]))
     return d_states, (d_table, d_bias), None, None
 
 

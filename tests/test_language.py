@@ -396,32 +396,61 @@ def test_scores_of_words_against_log_softmax(key):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
 
 
+def sampled_by_hand(logits, y, head, sample):
+    """log of the share of y, in float64, one word at a time: y itself, the head, and what is drawn that is not y."""
+    found = []
+    for row, truth in zip(np.asarray(logits, np.float64), np.asarray(y), strict=True):
+        total = np.exp(row[truth]) + sum(np.exp(row[word]) for word in range(head) if word != truth)
+        for word, weight in zip(sample.words, np.asarray(sample.log_weight), strict=True):
+            total += np.exp(row[word] + weight) if word != truth else 0
+        found.append(row[truth] - np.log(total))
+    return np.array(found)
+
+
 @pytest.mark.parametrize("everything", [True, False])
 def test_scores_with_a_sampled_denominator_against_the_formula(key, everything):
-    """Each word of the sample counts its weight; with every word beyond the head once, it is the plain softmax."""
+    """With every word beyond the head once, it is the plain softmax."""
     keys = jax.random.split(key, 4)
-    states, table = jax.random.normal(keys[0], (6, 4)), jax.random.normal(keys[1], (11, 4))
-    bias, y = jax.random.normal(keys[2], (11,)), jnp.array([0, 2, 10, 5, 2, 8])
+    layer = (
+        jax.random.normal(keys[0], (6, 4)),
+        jax.random.normal(keys[1], (11, 4)),
+        jax.random.normal(keys[2], (11,)),
+    )
+    y = jnp.array([0, 2, 10, 4, 2, 9])  # in the head, drawn or not, drawn twice
     some = lm.Sample(jnp.array([3, 9, 4, 9]), jnp.array([0.5, -0.2, 0.1, 0.7]))
     sample = lm.Sample(jnp.arange(3, 11), jnp.zeros(8)) if everything else some
-    weight = jnp.arange(1.0, 7.0)
+    weight, shape = np.arange(1.0, 7.0), TINY._replace(head=3)
 
-    def plain(states, table, bias):
-        logits = states @ table.T + bias
-        parts = jnp.exp(logits[:, :3]), jnp.exp(logits[:, sample.words] + sample.log_weight)
-        each = logits[jnp.arange(6), y] - jnp.log(sum(jnp.sum(part, 1) for part in parts))
-        if everything:
-            np.testing.assert_allclose(each, jax.nn.log_softmax(logits)[jnp.arange(6), y], 1e-5)
-        return jnp.sum(weight * each)
+    def value(states, table, bias):
+        return jnp.sum(weight * lm.sampled_scores(shape, states, (table, bias), y, sample))
 
-    by_hand = lambda states, *layer: jnp.sum(
-        weight * lm.sampled_scores(TINY._replace(head=3), states, layer, y, sample)
-    )
-    value, slopes = jax.value_and_grad(by_hand, (0, 1, 2))(states, table, bias)
-    assert value == pytest.approx(float(plain(states, table, bias)), rel=1e-5)
-    wanted = jax.grad(plain, (0, 1, 2))(states, table, bias) if not everything else jax.grad(
-        lambda *a: jnp.sum(weight * lm.word_scores("float32", *a, y)), (0, 1, 2))(states, table, bias)  # fmt: skip
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), slopes, wanted)  # fmt: skip
+    def by_hand(states, table, bias):
+        return np.sum(weight * sampled_by_hand(states @ table.T + bias, y, 3, sample))
+
+    layer64 = tuple(np.asarray(part, np.float64) for part in layer)
+    found, slopes = jax.value_and_grad(value, (0, 1, 2))(*layer)
+    assert float(found) == pytest.approx(by_hand(*layer64), rel=1e-5)
+    for place, part in enumerate(layer64):
+        for at in np.ndindex(part.shape):
+            ends = []
+            for move in (-1e-4, 1e-4):
+                moved = [a.copy() for a in layer64]
+                moved[place][at] += move
+                ends.append(by_hand(*moved))
+            assert float(slopes[place][at]) == pytest.approx((ends[1] - ends[0]) / 2e-4, rel=1e-3, abs=1e-4)  # fmt: skip
+    if everything:
+        whole = lambda *a: jnp.sum(weight * lm.word_scores("float32", *a, y))
+        wanted, wanted_slopes = jax.value_and_grad(whole, (0, 1, 2))(*layer)
+        assert float(found) == pytest.approx(float(wanted), rel=1e-5)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), slopes, wanted_slopes)  # fmt: skip
+
+
+def test_no_sampled_score_is_above_one(key):
+    """A rare word that the network is sure of, and that was not drawn, is in the denominator all the same."""
+    states, table = jnp.ones((1, 4)), jnp.zeros((11, 4)).at[10].set(5.0)
+    sample = lm.Sample(jnp.array([4, 5]), jnp.array([1.0, 1.0]))
+    score = lm.sampled_scores(TINY._replace(head=3), states, (table, jnp.zeros(11)), jnp.array([10]), sample)  # fmt: skip
+    assert -1e-6 < score[0] <= 0
 
 
 def test_the_mean_of_a_sampled_sum_is_the_whole_sum(key):
