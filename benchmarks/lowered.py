@@ -8,6 +8,7 @@ What is left out is what does not run: places in the source, and operations whos
 """
 
 import functools
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -23,12 +24,13 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
 import particlax as px
-from benchmarks import absent
 from experiments import mnist
 from particlax import medians
 from particlax.diffusions import GFSD, Blob, FixedScale, Transport
 from particlax.terms import Cloud, Frame
 
+# As a script it stands beside another revision, whose package `benchmarks` may be older.
+absent = importlib.import_module("benchmarks.absent" if __package__ else "absent")
 EXACT = px.kernels.RBF(px.kernels.Median(subsample=None))
 METHODS = ("SGLD", "SVGD", "w-SGLD", "w-SGLD-B", "pi-SGLD")
 

@@ -43,7 +43,7 @@ class Config:
     cache: str = ""
     minimum: int = 10  # of times that a word of the vocabulary is seen
     particles: int = 5
-    epochs: float = 2.5
+    epochs: float = 8.0
     batch: int = 256  # rows of 30 words
     length: int = 30
     embedding: int = 300
@@ -62,7 +62,7 @@ class Config:
     decay: float = 0.6  # share of the steps over which the rate falls to zero
     prior: float = 1.0
     gamma: float = 0.1  # u_i v_j of the transport
-    evaluations: int = 6
+    evaluations: int = 2
     sample: int = 20_000  # rows of the evaluations along the way
     seeds: int = 1
     methods: str = ""  # some of them, separated by semicolons

@@ -47,13 +47,19 @@ def corpora(found: list[dict]) -> report.Rows:
     return table
 
 
+def _sampled(r: dict) -> bool:
+    """Whether the softmax's denominator was estimated while the networks learnt."""
+    few = r["config"].get("head", 0) + r["config"].get("samples", 0)
+    return r["config"].get("samples", 0) > 0 and few < r["corpus"]["vocabulary"]
+
+
 def table(found: list[dict], name: str) -> report.Rows:
-    """By method: the paper's test perplexity, ours for the mixture and for single networks, and validation's.
+    """By method and how it was trained: the paper's test perplexity, ours for the mixture and for single networks, and validation's.
 
     Without a name, of all corpora that have no table of their own.
     """
     rows = [[
-        "method", "epochs", "embeddings from", "seeds", "paper", "mixture", "single networks", "validation, mixture", "validation, single",
+        "method", "epochs", "embeddings from", "denominator", "seeds", "paper", "mixture", "single networks", "validation, mixture", "validation, single",
     ]]  # fmt: skip
     fits = lambda corpus: corpus == name if name else corpus not in TITLES
     here = [
@@ -61,11 +67,11 @@ def table(found: list[dict], name: str) -> report.Rows:
     ]
     title = lambda c: ("" if name else f"{c['corpus']}: ") + c["method"]
     label = lambda r: (
-        title(r["config"]), r["config"]["epochs"], r["config"].get("vectors", False)
+        title(r["config"]), r["config"]["epochs"], r["config"].get("vectors", False), _sampled(r)
     )  # fmt: skip
     groups = sorted(dict.fromkeys(map(label, here)), key=lambda group: group[1])
     for group in groups:
-        mine, (method, epochs, vectors) = [r for r in here if label(r) == group], group
+        mine, (method, epochs, vectors, some) = [r for r in here if label(r) == group], group
         seen = [r["metrics"] for r in mine]
         mean = {key: np.mean([m[key] for m in seen]) for key in seen[0]}
         spread = f" ±{np.std([m['test'] for m in seen]):.2f}" if len(seen) > 1 else ""
@@ -73,7 +79,7 @@ def table(found: list[dict], name: str) -> report.Rows:
         what = " (ensemble)" if method in POINT else ""
         early = f" (best {mean['epoch']:.1f})" if mean["epoch"] < 0.99 * epochs else ""
         rows.append([
-            method, f"{epochs:g}{early}", "the text" if vectors else "noise", str(len(seen)), "-" if paper is None else f"{paper:.2f}", f"{mean['test']:.2f}{spread}{what}",
+            method, f"{epochs:g}{early}", "the text" if vectors else "noise", "sampled" if some else "whole", str(len(seen)), "-" if paper is None else f"{paper:.2f}", f"{mean['test']:.2f}{spread}{what}",
             f"{mean['single_test']:.2f} ±{mean['single_test_sd']:.2f}", f"{mean['valid']:.2f}", f"{mean['single_valid']:.2f}",
         ])  # fmt: skip
     return rows

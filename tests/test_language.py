@@ -687,15 +687,20 @@ def test_tables_of_records():
     }  # fmt: skip
     half = entry | {"evaluation": [1, 2]}
     rows = language_tables.table([half, entry], "imdb")
-    assert rows[1][:7] == ["SGD", "2", "noise", "1", "72.14", "70.00 (ensemble)", "75.00 ±0.50"]
+    assert rows[1][:8] == [
+        "SGD", "2", "noise", "whole", "1", "72.14", "70.00 (ensemble)", "75.00 ±0.50"
+    ]  # fmt: skip
     assert len(rows) == 2
     longer = entry | {"config": entry["config"] | {"epochs": 8.0, "vectors": True}}
-    both = language_tables.table([longer, entry, entry], "imdb")
-    assert [row[:4] for row in both[1:]] == [
-        ["SGD", "2", "noise", "2"], ["SGD", "8 (best 2.0)", "the text", "1"]
+    some = longer | {"config": longer["config"] | {"head": 10, "samples": 20}}
+    every = longer | {"config": longer["config"] | {"head": 20, "samples": 24}}  # of 44 words
+    both = language_tables.table([longer, entry, some, every, entry], "imdb")
+    assert [row[:5] for row in both[1:]] == [
+        ["SGD", "2", "noise", "whole", "2"], ["SGD", "8 (best 2.0)", "the text", "whole", "2"],
+        ["SGD", "8 (best 2.0)", "the text", "sampled", "1"],
     ]  # fmt: skip
     assert len(language_tables.table([entry], "bnc")) == 1
     other = entry | {"config": {"corpus": "mine", "method": "SVGD", "epochs": 2.0}}
     row = language_tables.table([entry, other], "")[1]
-    assert (row[0], row[4]) == ("mine: SVGD", "-")
+    assert (row[0], row[5]) == ("mine: SVGD", "-")
     assert language_tables.corpora([entry])[1][:4] == ["imdb", "44", "train", "300"]
