@@ -16,12 +16,12 @@ from particlax.blocks import few
 from particlax.checks import refuse_not_finite
 from particlax.errors import OptionError, ParticleError, expect, known_options
 from particlax.integrators import Integrator
-from particlax.kernels import LayerWise
+from particlax.kernels import LayerWise, check_parted
 from particlax.metrics import Identity, Metric
 from particlax.noise import fold_in
 from particlax.particles import as_cloud, check_parts, join, num_particles
 from particlax.target import Evaluated, Target
-from particlax.terms import Cloud, Drift, Frame, Term, Velocity, add
+from particlax.terms import Cloud, Drift, Frame, Stein, Term, Velocity, add
 
 __all__ = ["Flow", "Info", "Shared", "State"]
 
@@ -136,6 +136,10 @@ class Flow(eqx.Module):
         self.metric.check(cloud)
         for term in self.terms:
             term.check(cloud)
+        kernels = [term.kernel for term in self.terms if type(term) is Stein]
+        by_layer = [kernel for kernel in kernels if isinstance(kernel, LayerWise)]
+        if by_layer and len(by_layer) == len(self.terms):
+            check_parted(by_layer, cloud)
         memories = tuple(term.init(cloud) for term in self.terms)
         start = jnp.zeros((), jnp.int32)
         return State(cloud, start, self.integrator.init(cloud), memories, carried, common)

@@ -5,7 +5,7 @@ A kernel is one method, `profile(a)` with a = r2 / h; its slope comes from autom
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -350,6 +350,12 @@ class LayerWise(Part):
             self.kernel.bandwidth.check([leaves[i] for i in places])
         check_distinct(x)
 
+    def alike(self, x: PyTree) -> list[str]:
+        """The leaves of groups that are the same in all particles: there the kernel tells none from another."""
+        names, leaves = leaf_names(x), jax.tree.leaves(x)
+        found = [p for p in self.places(x) if all_equal([leaves[i] for i in p])]
+        return [names[i] for places in found for i in places]
+
     def places(self, x: PyTree) -> list[list[int]]:
         """The leaves of each group, by number."""
         names = leaf_names(x)
@@ -380,6 +386,23 @@ class LayerWise(Part):
             for i, part in zip(places, parts, strict=True):
                 moved[i] = part
         return jax.tree.unflatten(structure, moved)
+
+
+def check_parted(kernels: Sequence[LayerWise], x: PyTree) -> None:
+    """Refuse leaves that start the same in all particles and stay so, where Stein's force by these kernels is all that moves them."""
+    alike = [kernel.alike(x) for kernel in kernels]
+    stuck = [name for name in alike[0] if all(name in names for names in alike)]
+    if not stuck:
+        return
+    layers = tuple(dict.fromkeys(name.rpartition("/")[0] for name in leaf_names(x)))
+    advice = "put each into a group with a leaf that differs, or start it spread"
+    if not LayerWise(kernels[0].kernel, layers).alike(x):
+        advice = f"group leaves by layer, LayerWise(groups={layers!r}), or start these spread"
+    raise ParticleError(
+        f"the leaves {stuck} are the same in all {num_particles(x)} particles, and so is every group of LayerWise that they are in: Stein's "
+        f"force on them is the same for every particle, and they never part; expected groups that differ. As for biases that start at "
+        f"zero, {advice}"
+    )
 
 
 def _group(group: Any) -> tuple[str, ...]:

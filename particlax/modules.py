@@ -8,6 +8,7 @@ trains in the module's training mode and predicts outside it. Flax is imported w
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +41,8 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     """The network of `make(key)`, an Equinox module that takes one example: it is vmapped over the batch.
 
     The module may take `key`, and `state` if it returns (outputs, state). It predicts in `eqx.nn.inference_mode`. The batch axis has the
-    name that `eqx.nn.BatchNorm` was given, or "batch". Arrays that are not floats are the same in all networks. An active `eqx.nn.Dropout`,
+    name that `eqx.nn.BatchNorm` was given, or "batch". Arrays that are not floats, and NumPy's, are the same in all networks (so hold
+    constants as NumPy arrays). An active `eqx.nn.Dropout`,
     or a `key` without default, tells that it draws random numbers; `random` says so, or not, where that misleads.
 
     >>> net = equinox(lambda key: eqx.nn.MLP(4, 3, 8, 1, key=key))
@@ -89,7 +91,8 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
                 raise
             return every(jax.random.key(0))
 
-    return _network(name, start, run, (like, state), random=random)
+    switches = eqx.tree_equal(*modes) is not True
+    return _network(name, start, run, (like, state), random=random, switches=switches)
 
 
 @known_options
@@ -112,6 +115,10 @@ def linen(
     if not isinstance(module, lib.Module):
         came = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
         raise OptionError(f"module is {came}; expected a flax.linen module, as nn.Dense(3)")
+    for option, given in (("train", train), ("predict", predict)):
+        if not isinstance(given, Mapping | None):
+            wish = f"expected keywords of its call: {option}={{'mode': {given!r}}}"
+            raise OptionError(f"{option} is {given!r}; {wish}")
     takes, _, words = _call(module)
     words = [known | dict(more or {}) for known, more in zip(words, (predict, train), strict=True)]
     _check_call(module, [], set(words[0]) & set(words[1]))
@@ -198,7 +205,8 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
             raise TargetError(f"{name} draws random numbers in prediction too; {SWITCH}")
         return out, carried
 
-    return _network(name, start, run, (pure(likes[0]), pure(likes[1])), random=random)
+    like = (pure(likes[0]), pure(likes[1]))
+    return _network(name, start, run, like, random=random, switches=modes[0] != modes[1])
 
 
 def _call(module: Any) -> tuple[list[str], list[str], list[dict[str, Any]]]:
@@ -222,7 +230,7 @@ def _check_call(module: Any, wanted: list[str], given: Any) -> None:
 
 
 def _examined(name: str, initial: Any, run: Any, x: Any) -> tuple[Any, bool]:
-    """What a Linen module has, as shapes, and whether it uses its keys in training."""
+    """What a Linen module has, as shapes, and whether it uses its keys in training, or trains otherwise than it predicts."""
     key, shapes, predict = jax.random.key(0), _shapes(x), lambda p, c: run(p, c, x, None)[0]
     like = _tried(name, "initialisation", x, jax.eval_shape, initial, key, x)
     out = _shapes(_tried(name, "prediction", x, jax.eval_shape, predict, *like))
@@ -235,7 +243,19 @@ def _examined(name: str, initial: Any, run: Any, x: Any) -> tuple[Any, bool]:
         came = f"arrays of shapes {_shapes(like[1])}, and {_shapes(new)} after a step"
         raise OptionError(f"{name} carries {came}; expected no change: leave out what it sows")
     used = [var for equation in made.eqns for var in equation.invars]
-    return like, any(var is key for var in used for key in made.jaxpr.invars[-2:])
+    draws = any(var is key for var in used for key in made.jaxpr.invars[-2:])
+    return like, draws or not _alike(run, like, x)
+
+
+def _alike(run: Any, like: Any, x: Any) -> bool:
+    """Whether outputs are computed in training as in prediction, up to random numbers that nothing uses."""
+    told, keys = [], tuple(jax.random.split(jax.random.key(0)))
+    for mode in (lambda keys: None, lambda keys: keys):
+        one = lambda p, c, x, keys, mode=mode: run(p, c, x, mode(keys))[0]
+        jaxpr = jax.make_jaxpr(one)(*like, x, keys).jaxpr
+        kept, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+        told.append(re.sub(r" at 0x[0-9a-f]+", "", str(kept)))
+    return told[0] == told[1]
 
 
 def _depends(function: Callable[..., Any]) -> bool:
@@ -252,9 +272,15 @@ def _reseeded(streams: Any, base: Any) -> list[Any]:
     return [own(i, leaf) if is_key(leaf) else jnp.zeros_like(leaf) for i, leaf in leaves]
 
 
-def _network(name: str, start: Any, run: Any, like: Any, *, random: bool) -> Network:
-    """From start(key) -> (params, carried) and run(params, carried, x, keys) -> (outputs, carried)."""
+def _network(
+    name: str, start: Any, run: Any, like: Any, *, random: bool, switches: bool = False
+) -> Network:
+    """From start(key) -> (params, carried) and run(params, carried, x, keys) -> (outputs, carried).
+
+    `switches` says that training may differ from prediction, though nothing is drawn or carried.
+    """
     wanted, stateful = [_shapes(part) for part in like], random or bool(_shapes(like[1]))
+    names = leaf_names(like[0])
     if not wanted[0]:
         raise OptionError(f"{name} has no float parameters; expected at least one float array")
     for path, leaf in zip(leaf_names(like[0]), jax.tree.leaves(like[0]), strict=True):
@@ -274,11 +300,25 @@ def _network(name: str, start: Any, run: Any, like: Any, *, random: bool) -> Net
                 some = "; of a partly Bayesian network, shared=trunk too, and for predictions the run's result"
                 some *= not what and len(_shapes(part)) < len(shapes)
                 raise errors.ParticleError(f"{name} has {came}; expected those of {usage}{some}")
+        if (came := leaf_names(params)) != names:
+            wish = f"expected those of {usage}, in their structure"
+            raise errors.ParticleError(f"{name} has parameters {names}, but {came} came; {wish}")
         keys = key if key is None else tuple(jax.random.split(key))
         return _tried(name, "training" if keys else "prediction", x, run, params, carried, x, keys)
 
+    def plain(params: PyTree, x: Any) -> Any:
+        """A network that nothing is drawn or carried for has one way to be called."""
+        out = forward(params, x, ())[0]
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), (params, x))  # fmt: skip
+        if switches and not _alike(run, (shapes[0], ()), shapes[1]):
+            raise TargetError(
+                f"{name} computes something else in training than in prediction, but draws nothing and carries nothing, which would "
+                f"tell that it has to be trained so; expected one or the other: make it with random=True"
+            )
+        return out
+
     if not stateful:
-        return Network(lambda key: start(key)[0], lambda params, x: forward(params, x, ())[0])
+        return Network(lambda key: start(key)[0], plain)
     apply = lambda params, x, carried=(): forward(params, x, carried)[0]
     return Network(start, apply, forward, stateful=True)
 

@@ -118,6 +118,25 @@ def test_names_must_fit():
         px.svgd(target, kernel=LayerWise(groups=("conv", "out")), step_size=1.0).init(tree())
 
 
+def test_leaves_that_start_alike_and_would_stay_so_are_refused(key):
+    """Flax's biases start at zero in all networks; by layer they move apart, and a drift of each particle's own parts them."""
+    x = {name: {"w": jax.random.normal(key, (M, 3)), "b": jnp.zeros((M, 2))} for name in "uv"}
+    target = px.Target(lambda p: -0.5 * sum(jnp.sum((p[n]["w"][:2] - p[n]["b"] - 1) ** 2) for n in "uv"))  # fmt: skip
+    stein = lambda groups: px.Stein(kernel=LayerWise(groups=groups))
+    flow = lambda *terms: px.Flow(target, terms, px.integrators.Euler(0.1))
+    moved = lambda flow: px.run(flow, x, steps=3, key=key, progress=False).particles["u"]["b"]
+    with pytest.raises(px.errors.ParticleError) as error:
+        flow(stein(None)).init(x)
+    for part in ("['u/b', 'v/b']", "same in all 6", "never part", "LayerWise(groups=('u', 'v'))"):
+        assert part in str(error.value)
+    with pytest.raises(px.errors.ParticleError, match="put each into a group with a leaf that dif"):
+        flow(stein(None)).init({"u": x["u"], "v": {"b": x["v"]["b"]}})
+    with pytest.raises(px.errors.ParticleError, match=r"leaves \['u/b'\] are the same"):
+        flow(stein(None), stein(("u/b", ""))).init(x)
+    for terms in ((stein(("u", "v")),), (stein(None), stein(("",))), (px.Drift(), stein(None))):
+        assert np.all(np.std(moved(flow(*terms)), 0) > 1e-4)
+
+
 def test_a_mixing_metric_is_refused():
     target = px.Target(lambda p: -jnp.sum(p["out"] ** 2))
     with pytest.raises(OptionError, match="Ensemble metric mixes coordinates"):
