@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 from particlax import gpu, skinny
 from particlax.particles import dimension, flatten, num_particles
 
-__all__ = ["alone", "as_matrices", "few", "wide"]
+__all__ = ["alone", "as_matrices", "few", "wide", "wide_type"]
 
 FLAT_DIM = 4096
 """Largest D for which a cloud of several leaves is joined into one matrix."""
@@ -64,4 +64,10 @@ def few(x: PyTree) -> bool:
 
 def wide(block: Array) -> Array:
     """At least float32: sums over pairs, solves and factorisations need it."""
-    return block.astype(jnp.promote_types(block.dtype, jnp.float32))
+    return block.astype(wide_type(block))
+
+
+def wide_type(*arrays: Array) -> Any:
+    """The type of the arrays together, or float32 if that is shorter or whole numbers."""
+    kind = jnp.result_type(*arrays)
+    return kind if jnp.issubdtype(kind, jnp.floating) and kind.itemsize >= 4 else jnp.float32

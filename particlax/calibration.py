@@ -45,7 +45,7 @@ def calibrated(force: PyTree, x: PyTree) -> PyTree:
     """
     matrix, unflatten = flatten(force)
     matrix, points = wide(matrix), wide(flatten(x)[0])
-    matrix, points = matrix - matrix.mean(0), points - points.mean(0)
+    matrix, points = _centred(matrix), _centred(points)
     moment = matmul(matrix.T, points) / len(points)
     return unflatten(sharding.by_rows(lambda rows: jnp.linalg.solve(moment, rows.T).T, matrix))
 
@@ -66,12 +66,16 @@ def matched(force: PyTree, x: PyTree) -> PyTree:
     return unflatten(sharding.together(_matched, matrix, flatten(x)[0], rows=True))
 
 
+def _centred(a: Array) -> Array:
+    return a - a.mean(0, keepdims=True)
+
+
 def _matched(matrix: Float[Array, "M D"], points: Float[Array, "M D"]) -> Float[Array, "M D"]:
     points = wide(points)
     root = math.sqrt(len(points))
-    points = points - points.mean(0)
+    points = _centred(points)
     # Once more: a mean far from zero is rounded by more than a narrow cloud can bear.
-    q, r = jnp.linalg.qr(points - points.mean(0))
+    q, r = jnp.linalg.qr(_centred(points))
     z, factor = root * q, r / root  # x - m = z factor
     t = matmul(wide(matrix), factor.T)  # a force is a gradient: it is mapped by the transpose
     h = WIDTH * medians.median_sqdist(z)
@@ -88,7 +92,7 @@ def _white(
     num = len(z)
 
     def off(a: Array) -> Array:
-        return a - a.mean(0) - matmul(z, matmul(z.T, a)) / num
+        return _centred(a) - matmul(z, matmul(z.T, a)) / num
 
     # K needs to be seen as a matrix here, to be factored: M is small where this is used.
     r2 = pairwise.sqdist(z, z)

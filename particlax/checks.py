@@ -38,8 +38,13 @@ def number(value: Any) -> Any:
     return value
 
 
-def positive(name: str, value: Any, *, zero: bool = True, schedule: bool = True) -> None:
-    """Refuse a number (or the first value of a schedule) that is negative, NaN or infinite."""
+SCHEDULE = "an optax schedule (step -> number)"
+
+
+def positive(
+    name: str, value: Any, *, zero: bool = True, schedule: bool = True, also: str = ""
+) -> None:
+    """Refuse a number (or the first value of a schedule) that is negative, NaN or infinite; `also` is what else it might be."""
     if callable(value) and not schedule:
         raise OptionError(f"{name} is {value!r}; expected a number: it takes no schedule")
     first = value(0) if callable(value) else value
@@ -50,8 +55,10 @@ def positive(name: str, value: Any, *, zero: bool = True, schedule: bool = True)
             raise TypeError
         size = float(np.asarray(first))
     except (TypeError, ValueError):
-        also = " or an optax schedule (step -> number)" if schedule else ""
-        raise OptionError(f"{name} is {value!r}; expected a number{also}") from None
+        other = also or SCHEDULE * schedule
+        raise OptionError(
+            f"{name} is {value!r}; expected a number{' or ' * bool(other)}{other}"
+        ) from None
     if not math.isfinite(size) or size < 0 or (size == 0 and not zero):
         source = f"{size} at step 0 of its schedule" if callable(value) else f"{size}"
         wanted = "a finite number >= 0" if zero else "a finite number > 0"

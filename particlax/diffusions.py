@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from particlax import calibration, pairwise
+from particlax.blocks import wide_type
 from particlax.calibration import as_calibration
 from particlax.checks import Part, Scheduled, at, number, positive, whole
 from particlax.errors import expect, one_of
@@ -313,7 +314,7 @@ class Transport(Force):
         check_distinct(particles)
 
     def init(self, particles: PyTree) -> PyTree:
-        dtype = jnp.promote_types(jnp.result_type(*jax.tree.leaves(particles)), jnp.float32)
+        dtype = wide_type(*jax.tree.leaves(particles))
         anchor = jax.tree.map(jnp.copy, particles) if self.inner > 1 else ()
         return anchor, self.coupling.init(num_particles(particles), dtype)
 

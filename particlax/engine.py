@@ -248,7 +248,8 @@ def _copies(key: Array, state: State, lost: Any) -> tuple[State, Array]:
     def nearest(i: Array) -> Array:
         square = lambda leaf: jnp.sum(jnp.square(wide(leaf - leaf[i])).reshape(num, -1), 1)
         apart = jnp.sum(jnp.stack([square(leaf) for leaf in jax.tree.leaves(cloud)]), 0)
-        return jnp.argmin(jnp.where(flags, jnp.inf, apart))
+        # Squares may overflow where a particle was lost: healthy ones come before lost ones all the same.
+        return jnp.argmin(jnp.where(flags, jnp.inf, jnp.minimum(apart, jnp.finfo(apart.dtype).max)))
 
     found = lax.map(nearest, lost)  # one by one: a cloud's worth of memory
     source = jnp.arange(num).at[lost].set(found)

@@ -86,10 +86,15 @@ def known_options(function: Callable[P, R]) -> Callable[P, R]:
     name = owner if name == "__init__" else function.__name__
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     places = len([p for p in parameters if p.kind is not p.KEYWORD_ONLY]) + (name == owner)
+    needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         check_options(name, [p.name for p in parameters], places, len(args), kwargs)
+        if missing := [key for key in needed if key not in kwargs]:
+            raise OptionError(
+                f"{name} needs {missing[0]!r}, which did not come; expected {missing[0]}="
+            )
         return function(*args, **kwargs)
 
     return checked

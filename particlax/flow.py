@@ -12,16 +12,16 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from particlax import calls, pairwise, placement
-from particlax.blocks import few
+from particlax.blocks import few, wide
 from particlax.checks import refuse_not_finite
 from particlax.errors import OptionError, ParticleError, expect, known_options
 from particlax.integrators import Integrator
-from particlax.kernels import LayerWise, check_parted
+from particlax.kernels import LayerWise
 from particlax.metrics import Identity, Metric
 from particlax.noise import fold_in
 from particlax.particles import as_cloud, check_parts, join, num_particles
 from particlax.target import Evaluated, Target
-from particlax.terms import Cloud, Drift, Frame, Stein, Term, Velocity, add
+from particlax.terms import Cloud, Drift, Frame, Term, Velocity, add, check_parted
 
 __all__ = ["Flow", "Info", "Shared", "State"]
 
@@ -136,10 +136,7 @@ class Flow(eqx.Module):
         self.metric.check(cloud)
         for term in self.terms:
             term.check(cloud)
-        kernels = [term.kernel for term in self.terms if type(term) is Stein]
-        by_layer = [kernel for kernel in kernels if isinstance(kernel, LayerWise)]
-        if by_layer and len(by_layer) == len(self.terms):
-            check_parted(by_layer, cloud)
+        check_parted(self.terms, cloud)
         memories = tuple(term.init(cloud) for term in self.terms)
         start = jnp.zeros((), jnp.int32)
         return State(cloud, start, self.integrator.init(cloud), memories, carried, common)
@@ -264,7 +261,7 @@ def _scores(cloud: Cloud) -> PyTree | pairwise.Pulled:
 
 def _rms(tree: PyTree) -> Array:
     leaves = jax.tree.leaves(tree)
-    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in leaves) / num_particles(tree))
+    return jnp.sqrt(sum(jnp.sum(wide(leaf) ** 2) for leaf in leaves) / num_particles(tree))
 
 
 def _companions(target: Target, cloud: PyTree, carried: PyTree) -> PyTree:

@@ -154,7 +154,7 @@ def _apply(eqn: Any, name: str, values: list[Scaled], how: Instructions) -> Scal
 
 def _sum(a: Scaled, b: Scaled, how: Instructions) -> Scaled:
     """a + b, at once with the product of a factor and its tile if there is one."""
-    if a.tile is None or _is(a.factor, 1.0):
+    if a.tile is None or (b.tile is not None and _is(a.factor, 1.0)):
         a, b = b, a
     if a.tile is None:
         return Scaled(a.factor + b.factor)

@@ -161,7 +161,8 @@ def halves(tile: Array) -> tuple[Array, Array]:
 
 def dot(a: Array, b: Array) -> Array:
     """a @ b on a tensor core."""
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+    # The rounding of the factors is counted on: it must not follow `jax_default_matmul_precision`.
+    return jnp.dot(a, b, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
 
 
 def exact(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int, PyTree
 from particlax import placement
 from particlax.checks import whole
 from particlax.engine import kept
+from particlax.errors import OptionError
 from particlax.flow import State
 
 __all__ = ["History"]
@@ -27,6 +28,10 @@ class History(eqx.Module):
     def last(self, num: int) -> "History":
         """The last `num` clouds."""
         whole("num", num, 1)
+        if num > len(self.steps):
+            raise OptionError(
+                f"last({num}) of a history of {len(self.steps)} clouds; expected at most {len(self.steps)}"
+            )
         return jax.tree.map(lambda leaf: leaf[-num:], self)
 
 

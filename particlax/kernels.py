@@ -5,7 +5,7 @@ A kernel is one method, `profile(a)` with a = r2 / h; its slope comes from autom
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from particlax import medians, pairwise, sharding
+from particlax.blocks import wide_type
 from particlax.checks import Part, number, positive, whole
 from particlax.errors import OptionError, ParticleError, expect
 from particlax.particles import all_equal, by_prefix, flatten, leaf_names, num_particles
@@ -76,7 +77,7 @@ class Fixed(Bandwidth):
         positive("bandwidth", self.h, zero=False, schedule=False)
 
     def choose(self, x: PyTree) -> Float[Array, ""]:
-        dtype = jnp.promote_types(jnp.result_type(*jax.tree.leaves(x)), jnp.float32)
+        dtype = wide_type(*jax.tree.leaves(x))
         return jnp.asarray(self.h, dtype)
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
@@ -181,7 +182,7 @@ class HeatEquation(Bandwidth):
         factors = np.geomspace(1 / self.spread, self.spread, self.candidates)
         widths = middle * jnp.asarray(factors, middle.dtype)
         points = flatten(sample)[0].astype(middle.dtype)
-        points, r2 = points - jnp.mean(points, 0), pairwise.sqdist(sample, sample)
+        points, r2 = points - jnp.mean(points, 0, keepdims=True), pairwise.sqdist(sample, sample)
         costs = jax.lax.map(lambda h: self.cost(points, r2, h), widths)
         return widths[jnp.argmin(costs)]
 
@@ -386,23 +387,6 @@ class LayerWise(Part):
             for i, part in zip(places, parts, strict=True):
                 moved[i] = part
         return jax.tree.unflatten(structure, moved)
-
-
-def check_parted(kernels: Sequence[LayerWise], x: PyTree) -> None:
-    """Refuse leaves that start the same in all particles and stay so, where Stein's force by these kernels is all that moves them."""
-    alike = [kernel.alike(x) for kernel in kernels]
-    stuck = [name for name in alike[0] if all(name in names for names in alike)]
-    if not stuck:
-        return
-    layers = tuple(dict.fromkeys(name.rpartition("/")[0] for name in leaf_names(x)))
-    advice = "put each into a group with a leaf that differs, or start it spread"
-    if not LayerWise(kernels[0].kernel, layers).alike(x):
-        advice = f"group leaves by layer, LayerWise(groups={layers!r}), or start these spread"
-    raise ParticleError(
-        f"the leaves {stuck} are the same in all {num_particles(x)} particles, and so is every group of LayerWise that they are in: Stein's "
-        f"force on them is the same for every particle, and they never part; expected groups that differ. As for biases that start at "
-        f"zero, {advice}"
-    )
 
 
 def _group(group: Any) -> tuple[str, ...]:

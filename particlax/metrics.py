@@ -49,10 +49,12 @@ class Identity(Metric):
 
 class _Scaled(Frame):
     mean: PyTree
+    rest: PyTree
+    """The mean of what the rounded mean leaves."""
     sd: PyTree
 
     def points(self, x: PyTree) -> PyTree:
-        return jax.tree.map(lambda a, m, s: (a - m) / s, x, self.mean, self.sd)
+        return jax.tree.map(lambda a, m, n, s: (a - m - n) / s, x, self.mean, self.rest, self.sd)
 
     def scores(self, score: PyTree) -> PyTree:
         return jax.tree.map(jnp.multiply, score, self.sd)
@@ -75,17 +77,20 @@ class Diagonal(Metric):
     """
 
     def frame(self, x: PyTree) -> Frame:
-        mean = jax.tree.map(lambda a: jnp.mean(a, 0), x)
+        mean = jax.tree.map(lambda a: jnp.mean(a, 0, keepdims=True), x)
+        rest = jax.tree.map(lambda a, m: jnp.mean(a - m, 0, keepdims=True), x, mean)
         # A coordinate without spread has no scale of its own; tiny keeps its z at zero, not NaN.
-        sd = jax.tree.map(lambda a: jnp.maximum(jnp.std(a, 0), jnp.finfo(a.dtype).tiny), x)
-        return _Scaled(mean, sd)
+        sd = jax.tree.map(
+            lambda a: jnp.maximum(jnp.std(a, 0, keepdims=True), jnp.finfo(a.dtype).tiny), x
+        )
+        return _Scaled(mean, rest, sd)
 
     def check(self, particles: PyTree) -> None:
         _spread(particles, "Diagonal", 2)
 
 
 class _Whitened(Frame):
-    mean: Float[Array, " D"]
+    mean: tuple[Float[Array, "1 D"], Float[Array, "1 D"]]
     factor: Float[Array, "D D"]
     white: Float[Array, "M D"]
     like: PyTree
@@ -94,7 +99,7 @@ class _Whitened(Frame):
     def points(self, x: PyTree) -> Float[Array, "M D"]:
         if x is self.like:
             return self.white
-        centred = wide(flatten(x)[0]) - self.mean
+        centred = wide(flatten(x)[0]) - self.mean[0] - self.mean[1]
         solve = lambda a: jax.scipy.linalg.solve_triangular(self.factor, a.T, lower=True).T
         return sharding.by_rows(solve, centred)
 

@@ -32,7 +32,7 @@ HINTS = {
     "InvalidRngError": f"It draws random numbers there too: {SWITCH}",
     "ModifyScopeVariableError": f"It updates its statistics there too: {SWITCH}",
     "must be passed to the constructor": f"A layer does not know which it is: {SWITCH}",
-    "": "Check that the module takes such inputs",
+    "": "Check that the module takes such inputs, of that type too",
 }
 
 
@@ -54,9 +54,10 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     (takes, needs, words), name, keeps = _call(model), type(model).__name__, state != ()
     drops, norms = _layers(model, eqx.nn.Dropout), _layers(model, eqx.nn.BatchNorm)
     axis = norms[0].axis_name if norms else "batch"
-    if random is None:
-        random = "key" in needs or any(d.p != 0 and not d.inference for d in drops)
-    _check_call(model, ["state"] * keeps + ["key"] * random, ["state", "key"])
+    draws = "key" in needs or any(d.p != 0 and not d.inference for d in drops)
+    needs_key = draws if random is None else random and draws
+    _check_call(model, ["state"] * keeps + ["key"] * needs_key, ["state", "key"])
+    random = draws if random is None else random
     split: Any = lambda model: eqx.partition(model, eqx.is_inexact_array)
     like, trains = split(model)
     modes = (split(eqx.nn.inference_mode(model))[1], trains)
@@ -332,8 +333,9 @@ def _tried(name: str, doing: str, x: Any, function: Any, *args: Any) -> Any:
     except Exception as error:
         said = f"{type(error).__name__}: {error}".split(" (http")[0].splitlines()[0]
         hint = next(text for sign, text in HINTS.items() if sign in said)
-        came = f"{name} failed in {doing} on inputs of shape {_shapes(x)}"
-        raise TargetError(f"{came}: {said}. {hint}") from error
+        kinds = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(x)})
+        came = f"{name} failed in {doing} on {' and '.join(kinds)} inputs of shape {_shapes(x)}"
+        raise TargetError(f"{came}: {said.rstrip('.')}. {hint}") from error
 
 
 def _made(make: Any, build: Any, base: type, shape: str) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import outputs
 from particlax.blocks import wide
-from particlax.checks import Part, Scheduled, number, positive, refuse_not_finite
+from particlax.checks import Part, Scheduled, as_key, number, positive, refuse_not_finite, whole
 from particlax.data import Minibatches
 from particlax.diffusions import GFSD, Blob
 from particlax.errors import DataError, OptionError, TargetError, expect, known_options
@@ -61,7 +61,8 @@ class Network(Part):
 
     def init(self, key: Key[Array, ""], num: int) -> PyTree:
         """`num` networks, independently initialised: particles, or (particles, carried) if stateful."""
-        made = jax.vmap(self.start)(jax.random.split(key, num))
+        whole("num", num, 1)
+        made = jax.vmap(self.start)(jax.random.split(as_key(key), num))
         if self.stateful and not (type(made) is tuple and len(made) == 2):
             raise OptionError(
                 f"start returned {type(made).__name__}; expected the pair (params, carried) of a stateful network, () if it carries nothing"
@@ -88,6 +89,8 @@ def split(
             "split got the pair that a stateful network's init returns; expected particles: "
             "particles, carried = net.init(key, M)"
         )
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"names is {names!r}; expected a list of names of leaves or layers")
     num_particles(particles)
     chosen = [found is not None for found in by_prefix(leaf_names(particles), names, "split")]
     if not any(chosen) or all(chosen):
@@ -178,7 +181,7 @@ def regressor(
     (5,)
     """
     if not callable(noise):
-        positive("noise", noise, zero=False, schedule=False)
+        positive("noise", noise, zero=False, also=outputs.NOISE)
 
     def likelihood(mean: Array, batch: Any, params: PyTree) -> Array:
         truth = batch["y"]
@@ -189,7 +192,7 @@ def regressor(
             )
         try:
             sd = jnp.asarray(noise(params) if callable(noise) else noise)
-        except (TypeError, LookupError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise TargetError(
                 f"noise(params) failed, {error!r}; expected a function of the parameters {leaf_names(params)} that returns an sd"
             ) from error
@@ -266,7 +269,7 @@ class FunctionSpace(Term):
 
         def one(own: PyTree, carried: PyTree) -> Any:
             params = own if cloud.shared is None else join(own, cloud.shared)
-            return self.network.apply(params, x, *((carried,) if carries else ()))
+            return outputs.called(self.network.apply, params, x, *((carried,) if carries else ()))
 
         found = jax.vmap(one)(raw, cloud.carried)
         shape = getattr(found, "shape", None)
@@ -311,6 +314,11 @@ def _check_labels(logits: Any, data: Any) -> None:
     low, high = (int(seen.min()), int(seen.max())) if whole_numbers else (0, 0)
     if not whole_numbers or low < 0 or high >= num:
         seen = f"from {low} to {high}" if whole_numbers else f"of dtype {labels.dtype}"
+        if num == 1:
+            raise DataError(
+                f"the network has one logit for labels {seen}; expected one for each class. One logit z of two classes becomes "
+                "jnp.stack([0 * z, z], -1)"
+            )
         raise DataError(
             f"the labels data['y'] are {seen} and the network has {num} logits; expected whole numbers from 0 to "
             f"{num - 1}. Count classes from 0, convert floats with .astype(int), one-hot labels with .argmax(-1)"
@@ -340,6 +348,7 @@ def _target(
         return cold * seen(found, batch, params), carried
 
     def validate(params: PyTree, carried: PyTree, batch: Any, data: Any) -> None:
+        outputs.refuse_unread(batch)
         if not net.stateful:
             found = jax.eval_shape(functools.partial(outputs.plain, net), params, batch)
         else:

@@ -1,5 +1,6 @@
 """What a network gives, called with what it may need and checked."""
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from jaxtyping import Array, PyTree
 from particlax.errors import DataError, ParticlaxError, TargetError
 from particlax.particles import leaf_names
 
+NOISE = "a function of the parameters"
+"""What a regression's noise may be beside a number."""
+
 __all__ = ["called", "plain", "real", "refuse_other", "rows_of", "trained"]
 
 
@@ -20,6 +24,17 @@ def rows_of(batch: Any) -> Any:
         came = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise DataError(f"the data are {came}; expected a dict with inputs 'x' and targets 'y'")
     return batch["x"]
+
+
+def refuse_unread(batch: Any) -> None:
+    """Refuse parts of a batch that no likelihood reads: a mask by another name would silently do nothing."""
+    if unread := sorted(set(batch) - {"x", "y", "mask"}) if isinstance(batch, Mapping) else []:
+        near = difflib.get_close_matches(unread[0], ["x", "y", "mask"], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise DataError(
+            f"the data have {unread}, which neither network nor likelihood reads: {hint}expected 'x', 'y' and, where not all labels count, "
+            "'mask'. Leave the others out, or drop them in px.Minibatches(transform=)"
+        )
 
 
 def plain(net: Any, params: PyTree, batch: Any) -> Any:
@@ -39,7 +54,7 @@ def called(apply: Any, params: PyTree, x: Any, *more: Any) -> Any:
         said = f"{type(error).__name__}: {error}".split(" (http")[0].splitlines()[0]
         raise TargetError(
             f"apply(params, x{', carried' * len(more)}) failed, {said}. If the network needs state or keys (batch norm, dropout), make a "
-            f"px.networks.Network with stateful=True, or use px.modules{parts * gaps}"
+            f"px.networks.Network with stateful=True and predict with it, not with its apply; or use px.modules{parts * gaps}"
         ) from error
 
 

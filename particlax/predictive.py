@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
+from particlax import outputs
 from particlax.checks import positive, refuse_not_finite, whole
 from particlax.errors import DataError, TargetError, expect, known_options
 from particlax.history import History
@@ -27,6 +28,11 @@ RANGE = (0.01, 100.0)  # of temperatures
 Apply: TypeAlias = Callable[..., Any] | Network
 Labels: TypeAlias = Integer[Array | np.ndarray, "*n"]
 Values: TypeAlias = Float[Array | np.ndarray, "..."]
+
+
+def _floats(values: Any) -> np.ndarray:
+    values = np.asarray(values)
+    return values if values.dtype.kind == "f" else values.astype(np.float64)
 
 
 class CategoricalScores(NamedTuple):
@@ -158,7 +164,8 @@ def log_density(
     """log 1/M sum_m softmax(apply(particle_m, x))_y of the given labels, where C is too large for `categorical`.
 
     Of each network's logits only those of the labels are kept. For language models: logits [n, L, C], labels [n, L], a
-    `batch_size` of a few sequences. exp(-mean) is the perplexity; a mask leaves padding out of the mean.
+    `batch_size` of a few sequences. exp(-mean) is the perplexity. Padding has labels too, such as 0, and is left out afterwards:
+    log_density(...)[mask].mean().
 
     >>> logits = jnp.log(jnp.array([[[0.5, 0.25, 0.25]], [[0.25, 0.5, 0.25]]]))  # M = 2, n = 1, C = 3
     >>> np.exp(-log_density(lambda p, x: p, logits, jnp.zeros(1), jnp.array([0]))).round(3).tolist()
@@ -227,13 +234,35 @@ class NormalScores(NamedTuple):
 
 
 class Normal(eqx.Module):
-    """Predicted numbers, made by `normal`: 1/M sum_m N(means_m, sds_m^2), with independent outputs in each m."""
+    """Predicted numbers, made by `normal`: 1/M sum_m N(means_m, sds_m^2), with independent outputs in each m.
 
-    means: Float[np.ndarray, "M *n"]
-    sds: Float[np.ndarray, "M ..."]  # broadcasts against the means
+    From arrays of your own: means [M, n] or [M, n, K], and sds of that shape, or with axes of 1 where they do not vary.
+
+    >>> Normal(np.zeros((4, 3)), [[1.0], [1.0], [2.0], [2.0]]).sd.round(2).tolist()
+    [1.58, 1.58, 1.58]
+    """
+
+    means: Float[np.ndarray, "M *n"] = eqx.field(converter=_floats)
+    sds: Float[np.ndarray, "M ..."] = eqx.field(converter=_floats)  # broadcasts against the means
+
+    def __check_init__(self) -> None:
+        means, sds = self.means, self.sds
+        fits = len(means.shape) == len(sds.shape) > 1
+        if not fits or any(s not in (1, m) for s, m in zip(sds.shape, means.shape, strict=True)):
+            raise DataError(
+                f"sds have shape {sds.shape} for means of shape {means.shape}; expected means [M, n] or [M, n, K], and sds of that shape, or with "
+                "axes of 1: sds[:, None] for one of each particle, sds[None] for one of each row"
+            )
+        refuse_not_finite("means", means)
+        refuse_not_finite("sds", sds)
+        if not np.all(sds > 0):
+            raise DataError(f"sds reach down to {sds.min()}; expected numbers > 0")
 
     def __getitem__(self, index: Any) -> "Normal":
-        """Some of the predictions, by a mask, a slice or row numbers: pred[mask].score(y[mask])."""
+        """Some of the predictions, by a mask, a slice or row numbers: pred[mask].score(y[mask]).
+
+        A mask of single outputs [n, K] makes each a prediction of its own: log densities are then means over outputs, not rows.
+        """
         at, _ = _selected(index, self.means[0])
         sds = np.broadcast_to(self.sds, self.means.shape)
         return Normal(self.means[(slice(None), *at)], sds[(slice(None), *at)])
@@ -246,11 +275,13 @@ class Normal(eqx.Module):
     @property
     def sd(self) -> Float[np.ndarray, "*n"]:
         """The sd of the mixture, the root of mean_m sds^2 (noise) + var_m means (disagreement)."""
-        return np.sqrt(np.mean(self.sds**2, 0) + self.means.var(0, dtype=np.float64))
+        noise = np.mean(self.sds.astype(np.float64) ** 2, 0)
+        return np.sqrt(noise + self.means.var(0, dtype=np.float64))
 
     def log_density(self, y: Values) -> Float[np.ndarray, " n"]:
         """log 1/M sum_m prod_k N(y_k; means_mk, sds_mk^2) of each row."""
-        each = -0.5 * (self._residuals(y) ** 2 + np.log(2 * np.pi * self.sds**2))
+        variance = self.sds.astype(np.float64) ** 2
+        each = -0.5 * (self._residuals(y) ** 2 + np.log(2 * np.pi * variance))
         each = each.reshape(*each.shape[:2], -1).sum(-1)
         return each.max(0) + np.log(np.mean(np.exp(each - each.max(0)), 0))
 
@@ -285,7 +316,7 @@ def normal(
 ) -> Normal:
     """The mixture p(y | x) = 1/M sum_m N(apply(particle_m, x), noise^2).
 
-    `apply(params, rows)` returns the means [n] or [n, K] of one particle. `noise` is the sd: a number, or for learned noise
+    `apply(params, rows)` returns the means [n] or [n, ..., K] of one particle. `noise` is the sd: a number, or for learned noise
     a function of the params of one particle that returns a number (or K of them).
 
     >>> cloud = {"w": jnp.array([1.0, 3.0]), "log_sd": jnp.zeros(2)}
@@ -295,11 +326,11 @@ def normal(
     """
     networks = Sweep(apply, particles, x, batch_size, logits=False)
     if not callable(noise):
-        positive("noise", noise, zero=False)
+        positive("noise", noise, zero=False, also=outputs.NOISE)
     sd = noise if callable(noise) else lambda _: jnp.asarray(noise, float)
     try:
         sds, tail = np.asarray(jax.vmap(sd)(networks.params), np.float64), networks.shape[1:]
-    except (TypeError, LookupError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise TargetError(
             f"noise(params) failed, {error!r}; expected a function of the params of one particle that returns an sd"
         ) from error
@@ -352,6 +383,7 @@ def _labels(y: Any, shape: tuple[int, ...]) -> np.ndarray:
         seen = f" from {y.min()} to {y.max()}" if whole_numbers and y.size else ""
         raise DataError(
             f"the labels are {y.dtype}{list(y.shape)}{seen}; expected whole numbers from 0 to {num - 1} of shape {wanted}. "
-            "Count classes from 0, convert floats with .astype(int) and one-hot labels with .argmax(-1)"
+            "Count classes from 0, convert floats with .astype(int) and one-hot labels with .argmax(-1); what fills up shorter sequences "
+            "has labels too, such as 0, and is left out by a mask afterwards"
         )
     return y.astype(np.int32)

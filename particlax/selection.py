@@ -149,7 +149,7 @@ def narrowed(numbers: Float[Array, " n"], place: int) -> tuple[Float[Array, ""],
         """Where the entry should be by the counts at both ends, now a little above and now below; every third time halfway, by bits."""
         inside = (upto - below).astype(numbers.dtype)
         beyond = jnp.where(passes % 2 == 0, 0.35, -0.35) * lax.rsqrt(inside)
-        share = jnp.clip((place - below + 0.5) / inside + beyond, 0, 1).astype(numbers.dtype)
+        share = jnp.clip(((place - below).astype(numbers.dtype) + 0.5) / inside + beyond, 0, 1)
         start, end = value(jnp.maximum(low, 0)), value(high)
         guess = lax.bitcast_convert_type(start + (end - start) * share, kind)
         guess = jnp.where(passes % 3 == 2, low + (high - low) // 2, guess)

@@ -302,30 +302,29 @@ def by_coordinates(
     return _on_each(layout, part, (clouds, vectors, same), into, given)
 
 
-def factored(matrix: Float[Array, "M D"]) -> tuple[Array, Array, Array]:
-    """The mean m, and Q and R of the matrix less its mean; large ones from the R of each part (signs of rows may then differ).
+def factored(matrix: Float[Array, "M D"]) -> tuple[tuple[Array, Array], Array, Array]:
+    """The mean m in two parts, rounded and the rest, and Q and R of the matrix less its mean; large ones from the R of each part (signs of rows may then differ).
 
-    >>> mean, q, r = factored(jnp.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]))
+    >>> (mean, rest), q, r = factored(jnp.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]))
     >>> bool(jnp.allclose(q @ r + mean, jnp.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]), atol=1e-6))
     True
     """
 
-    def plain(matrix: Array) -> tuple[Array, Array, Array]:
-        mean = jnp.mean(matrix, 0)
-        q, r = jnp.linalg.qr(matrix - mean)
-        return mean, q, r
+    def plain(matrix: Array) -> tuple[Any, Array, Array]:
+        mean, centred = _centred(matrix, lambda mean: mean)
+        return mean, *jnp.linalg.qr(centred)
 
     layout = _divided(matrix)
     if layout is None:
         return plain(matrix)
 
-    def gathered(rows: Array) -> tuple[Array, Array, Array]:
+    def gathered(rows: Array) -> tuple[Any, Array, Array]:
         mean, q, r = plain(_whole(rows))
         return mean, _own(q, layout.parts), r
 
-    def in_parts(rows: Array) -> tuple[Array, Array, Array]:
-        mean = lax.pmean(jnp.mean(rows, 0), AXIS)
-        q, r = jnp.linalg.qr(rows - mean)
+    def in_parts(rows: Array) -> tuple[Any, Array, Array]:
+        mean, centred = _centred(rows, lambda mean: lax.pmean(mean, AXIS))
+        q, r = jnp.linalg.qr(centred)
         top, r_all = jnp.linalg.qr(_whole(r))
         own = jnp.matmul(q, _own(top, layout.parts), precision=lax.Precision.HIGHEST)
         return mean, own, r_all
@@ -333,3 +332,10 @@ def factored(matrix: Float[Array, "M D"]) -> tuple[Array, Array, Array]:
     function = gathered if matrix.size * matrix.dtype.itemsize <= FACTOR_BYTES else in_parts
     into = (PartitionSpec(), PartitionSpec(AXIS), PartitionSpec())
     return _on_each(layout, function, (matrix,), into)
+
+
+def _centred(rows: Array, every: Callable[[Array], Array]) -> tuple[tuple[Array, Array], Array]:
+    """The mean, with what is left of it since far from the origin it is rounded; and the rows less both."""
+    mean = every(jnp.mean(rows, 0, keepdims=True))
+    rest = every(jnp.mean(rows - mean, 0, keepdims=True))
+    return (mean, rest), rows - mean - rest

@@ -15,13 +15,14 @@ from jaxtyping import Array, PyTree
 
 from particlax.blocks import wide
 from particlax.checks import refuse_not_finite, whole
+from particlax.data import refuse_words
 from particlax.errors import OptionError, ParticleError, TargetError
-from particlax.flow import State
+from particlax.flow import Flow, State
 from particlax.history import History
 from particlax.networks import Network
 from particlax.outputs import called
 from particlax.particles import join, num_particles
-from particlax.run import Result
+from particlax.run import Result, Snapshot
 from particlax.target import num_rows
 
 __all__ = ["Member", "Sweep", "merged"]
@@ -63,7 +64,9 @@ def _member(apply: Any, particles: Any) -> tuple[Any, PyTree]:
         raise ParticleError(
             "no particles came; expected a cloud, a run's result, or the history of px.run(..., thin=100)"
         )
-    state = particles.state if isinstance(particles, Result) else particles
+    state = particles.state if isinstance(particles, Result | Snapshot) else particles
+    if isinstance(particles, Flow):
+        raise ParticleError("a flow came in place of particles; expected a run's result")
     carries = isinstance(apply, Network) and apply.stateful
     plain = apply.apply if isinstance(apply, Network) else apply
     if isinstance(particles, History):
@@ -93,15 +96,16 @@ class Sweep:
         num_particles(particles[0] if isinstance(apply, Member) else particles)
         num = num_rows(x if jax.tree.leaves(x) else np.zeros(0))  # no array has no rows
         refuse_not_finite("particles", particles, ParticleError)
+        refuse_words(x)
         refuse_not_finite("x", x)
         size = -(-num // -(-num // batch_size))  # as many batches, of almost equal size
         cloud = jax.tree.map(jnp.asarray, particles)
         first, rows = jax.tree.map(lambda a: a[0], cloud), jax.tree.map(lambda a: a[:size], x)
         out: Any = called(functools.partial(jax.eval_shape, apply), first, rows)
         shape: Any = getattr(out, "shape", ())
-        fits = len(shape) > 1 and shape[-1] > 1 if logits else len(shape) in (1, 2)
+        fits = len(shape) > 1 and shape[-1] > 1 if logits else len(shape) > 0
         if not fits or shape[0] != size or not jnp.issubdtype(out.dtype, jnp.floating):
-            wanted = "means [n] or [n, K]"
+            wanted = "means [n] or [n, ..., K]"
             if logits:
                 wanted = "logits [n, C] or [n, L, C] with C > 1. One logit z of two classes becomes jnp.stack([0 * z, z], -1)"
             raise TargetError(

@@ -5,6 +5,7 @@ Here are the two terms that use the score, `Drift` and `Stein`; realisations of 
 """
 
 import abc
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -13,11 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from particlax import noise, pairwise
-from particlax.blocks import few
+from particlax.blocks import few, wide
 from particlax.checks import Part, Scheduled, at, number, positive
-from particlax.errors import expect
+from particlax.errors import ParticleError, expect
 from particlax.kernels import RBF, Kernel, LayerWise
-from particlax.particles import num_particles, random_like
+from particlax.particles import leaf_names, num_particles, random_like
 
 __all__ = ["Cloud", "Drift", "Frame", "Stein", "Term", "Velocity"]
 
@@ -159,8 +160,10 @@ class Stein(Term):
     def __call__(self, cloud: Cloud, key: Any, memory: PyTree) -> tuple[Velocity, PyTree]:
         if few(cloud.x) and (found := self.mixing(cloud, memory)):
             return Velocity(pairwise.mixed(cloud.x, cloud.score, found[0])), memory
-        phi = self.kernel.apart(_stein, cloud.x, cloud.score)
-        return Velocity(scale(self._factor(cloud), phi)), memory
+        # Before it is divided by M the sum may be too large for 16 bits.
+        x, score = (jax.tree.map(wide, tree) for tree in (cloud.x, cloud.score))
+        phi = scale(self._factor(cloud), self.kernel.apart(_stein, x, score))
+        return Velocity(jax.tree.map(lambda a, b: a.astype(b.dtype), phi, cloud.x)), memory
 
     def mixing(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
         if isinstance(self.kernel, LayerWise):
@@ -177,3 +180,24 @@ def _stein(kernel: Kernel, x: PyTree, score: PyTree, how: Any = None) -> Any:
     h = kernel.bandwidth(x)
     how = how or pairwise.interact
     return how(x, x, lambda r2: kernel.pair(r2, h), values=score, ratio=kernel.ratio(h))
+
+
+def check_parted(terms: Sequence[Term], x: PyTree) -> None:
+    """Refuse leaves that start the same in all particles and stay so, where Stein's force by layer is all that moves them."""
+    kernels = [term.kernel for term in terms if type(term) is Stein]
+    by_layer = [kernel for kernel in kernels if isinstance(kernel, LayerWise)]
+    if not by_layer or len(by_layer) < len(terms):
+        return
+    alike = [kernel.alike(x) for kernel in by_layer]
+    stuck = [name for name in alike[0] if all(name in names for names in alike)]
+    if not stuck:
+        return
+    layers = tuple(dict.fromkeys(name.rpartition("/")[0] for name in leaf_names(x)))
+    advice = "put each into a group with a leaf that differs, or start it spread"
+    if not LayerWise(by_layer[0].kernel, layers).alike(x):
+        advice = f"group leaves by layer, LayerWise(groups={layers!r}), or start these spread"
+    raise ParticleError(
+        f"the leaves {stuck} are the same in all {num_particles(x)} particles, and so is every group of LayerWise that they are in: Stein's "
+        "force on them is the same for every particle, and they never part; expected groups that differ. As for biases that start at "
+        f"zero, {advice}"
+    )

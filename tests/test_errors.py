@@ -735,3 +735,50 @@ def test_errors_leave_no_progress_bar_behind(capsys):
         with raises(E.NonFiniteError):
             px.run(flow, some(), steps=3, key=KEY)
     capsys.readouterr()
+
+
+# ---------------------------------------------------------------------------------------------- networks
+
+
+def net():
+    return px.networks.Network(lambda key: jax.random.normal(key, (3, 2)), lambda w, x: x @ w)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((KEY, -1), "num is -1; expected a whole number >= 1"),
+        ((KEY, 0), "num is 0; expected a whole number >= 1"),
+        ((KEY, 2.0), r"num is 2\.0; expected a whole number"),
+        ((0, 3), "key is 0; expected one JAX key"),
+        ((3, KEY), r"num is [\s\S]*expected a whole number"),
+    ],
+)
+def test_arguments_of_a_networks_init(args, words):
+    with pytest.raises(E.OptionError, match=words):
+        net().init(*args)
+
+
+def test_what_networks_need():
+    with pytest.raises(E.OptionError, match="classifier needs 'num_data', which did not come"):
+        px.networks.classifier(net())
+    with pytest.raises(E.OptionError, match="names is None; expected a list of names"):
+        px.networks.split({"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))}, None)
+    for noise in (None, "a", np.array([1.0, 2.0])):
+        for refused in (
+            lambda noise=noise: px.networks.regressor(net(), num_data=4, noise=noise),
+            lambda noise=noise: px.predictive.normal(
+                lambda w, x: w * x, jnp.ones(2), np.ones(3), noise=noise
+            ),
+        ):
+            with pytest.raises(
+                E.OptionError, match="expected a number or a function of the parameters"
+            ):
+                refused()
+
+
+def test_keywords_of_a_linen_module_are_mappings():
+    linen = pytest.importorskip("flax.linen", reason="px.modules.linen needs flax")
+    words = r"train is 'fit'; expected keywords of its call: train=\{'mode': 'fit'\}"
+    with pytest.raises(E.OptionError, match=words):
+        px.modules.linen(linen.Dense(3), jnp.ones((1, 2)), train="fit")

@@ -692,6 +692,20 @@ def test_the_error_names_step_particle_and_checkpoint(tmp_path):
         go(ROUGH, LOW, 300, checkpoint=tmp_path / "other")
 
 
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_particle_lost_so_far_away_that_distances_overflow(lost):
+    """All healthy ones are infinitely far then, and still the lost one is none of them."""
+    density = lambda p: jnp.where(jnp.sum(p**2) > 1e30, jnp.nan, -0.25 * jnp.sum(p**4))
+    flow = px.Flow(px.Target(density), (px.Drift(),), px.integrators.Euler(0.01))
+    x = jax.random.normal(jax.random.key(0), (5, 2)).at[lost].set(60.0)
+    result = px.run(
+        flow, x, steps=30, key=jax.random.key(0), on_nonfinite="replace", progress=False
+    )
+    assert [one.particle for one in result.replaced] == [lost]
+    assert result.replaced[0].neighbour != lost
+    assert np.all(np.isfinite(result.particles))
+
+
 def test_lost_particles_are_replaced_and_counted():
     result = go(ROUGH, LOW, 90, on_nonfinite="replace")
     assert int(result.state.step) == 90

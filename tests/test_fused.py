@@ -260,6 +260,66 @@ def test_a_kernel_and_its_slope_are_one_tile():
         np.testing.assert_allclose(slope.array(), expected[1], rtol=1e-6)
 
 
+FORMULAS = {
+    "tile + 1": lambda r: r + 1.0,
+    "1 + tile": lambda r: 1.0 + r,
+    "tile - 1": lambda r: r - 1,
+    "1 - tile": lambda r: 1 - r,
+    "tile + array": lambda r: r + jnp.float32(0.5),
+    "2 tile + 1": lambda r: 2 * r + 1,
+    "tile / 3 + 1": lambda r: r / 3 + 1,
+    "exp + 1": lambda r: jnp.exp(-r) + 1,
+    "log1p + 2": lambda r: jnp.log1p(r) + 2,
+    "tile + exp + 1": lambda r: r + jnp.exp(-r) + 1,
+    "2 tile + 3 exp - 1": lambda r: 2 * r + 3 * jnp.exp(-r) - 1,
+    "tile + tile": lambda r: r + r,
+    "tile - 3 tile": lambda r: r - 3 * r,
+    "relu": lambda r: jax.nn.relu(r - 1),
+    "sign": lambda r: jnp.sign(r - 1) * r,
+    "sigmoid + softplus": lambda r: jax.nn.sigmoid(r) + jax.nn.softplus(r),
+    "where": lambda r: jnp.where(r < 1.5, r + 1, 2 * r - 1),
+    "rational": lambda r: (2 * r) ** 3 / (r + 1) ** 2,
+    "power": lambda r: (r + 1) ** -0.5 + jnp.sqrt(r + 2),
+    "matern": lambda r: (jnp.sqrt(3 * r + 1e-6) + 1) * jnp.exp(-jnp.sqrt(3 * r + 1e-6)),
+    "constants": lambda r: (jnp.float32(2) + jnp.float32(3)) * r - (jnp.float32(2) - 1),
+    "negated": lambda r: -(r + 1) + 4,
+    "clipped": lambda r: jnp.clip(r - 1, -0.5, 0.5) + 1,
+    "cosine": lambda r: jnp.cos(r) + 1,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas_compute_what_their_functions_do(name):
+    """The kernel and its twin share a formula, so comparing these two would not show a wrong one."""
+    tile = jnp.asarray(np.random.default_rng(0).uniform(0, 4, (3, 5)), jnp.float32)
+    traced = formula.trace(FORMULAS[name], 1)
+    assert traced is not None
+    found = formula.function(traced)(tile)
+    np.testing.assert_allclose(found, FORMULAS[name](tile), rtol=2e-6, atol=1e-6)
+
+
+class Matern(kernels.Kernel):
+    """A user's own kernel, which adds a constant to a function of the distance."""
+
+    bandwidth: kernels.Bandwidth = kernels.Fixed(2.0)
+
+    def profile(self, a):
+        s = jnp.sqrt(3 * a + 1e-6)
+        return (s + 1) * jnp.exp(-s)
+
+
+def test_a_kernel_of_the_users_own(kernel):
+    x, _, score, *_ = arguments(17, 17, 2)
+    points, scores = as_floats(x, score)
+    cloud = Cloud(points, scores, jnp.int32(0), Frame(), points)
+    found = jitted(lambda: px.Stein(kernel=Matern())(cloud, None, ())[0].drift)()
+    s = np.sqrt(3 * ref.sqdist(x, x) / 2 + 1e-6)
+    value, slope = (s + 1) * np.exp(-s), 1.5 * np.exp(-s)  # -(2 / h) k'(a), k' = -3/2 exp(-s)
+    apart = x[:, None] - x[None]
+    truth = (value @ score + (2 / 2 * slope[..., None] * apart).sum(1)) / len(x)
+    assert relative(found, truth) < 3e-6
+
+
 def test_float32_where_float64_is_allowed(kernel, x64):
     """Kernels are traced for 32 bits whatever the rest of the program does."""
     for dim in (2, 9):
@@ -282,7 +342,13 @@ def test_kernels_lower_for_a_gpu(dim, wide, monkeypatch):
 
     with absent.named(), jax.enable_x64(wide):
         program = jitted(everything).trace(*args).lower(lowering_platforms=("cuda",))
+        with jax.default_matmul_precision("BF16_BF16_F32"):
+            other = jitted(everything).trace(*args).lower(lowering_platforms=("cuda",))
     assert program.as_text().count("triton") >= 5
+    rounded = [text.as_text().count("bf16") for text in (program, other)]
+    assert (
+        rounded[0] == rounded[1] == 0
+    )  # what a kernel's products round to is not a matter of settings
 
 
 PASSES = {  # kernels over all pairs that a velocity takes: densities come before the forces that need them

@@ -41,6 +41,19 @@ def close(left, right, tolerance=1e-10):
     np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", METRICS)
+def test_coordinates_of_a_cloud_far_from_the_origin(name):
+    """In float32: the mean of the cloud's own coordinates is zero, and they are those of float64."""
+    x = (1e4 + ref.cloud(50, 3)).astype(np.float32)
+    z = METRICS[name].frame(jnp.asarray(x)).points(jnp.asarray(x))
+    wide = x.astype(np.float64) - x.astype(np.float64).mean(0)
+    truth = wide / wide.std(0)
+    if name == "Ensemble":
+        truth = np.linalg.solve(np.linalg.cholesky(covariance(wide)), wide.T).T
+    np.testing.assert_allclose(np.abs(z), np.abs(truth), atol=3e-6)
+    assert np.abs(np.mean(z, 0)).max() < 1e-6
+
+
 def test_identity_changes_nothing(key):
     x = jnp.asarray(ref.cloud(5, 3))
     frame = px.metrics.Identity().frame(x)

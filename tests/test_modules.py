@@ -213,6 +213,85 @@ def test_inputs_may_be_a_pytree(key):
         assert pred.probs.shape == (4, 2)
 
 
+# ------------------------------------------------- training that is not prediction, without randomness
+
+
+class LinenScaled(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        z = nn.Dense(3)(x)
+        return z / 10 if train else z
+
+
+class NnxScaled(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.deterministic = nnx.Linear(3, 3, rngs=rngs), True
+
+    def __call__(self, x):
+        return self.dense(x) if self.deterministic else self.dense(x) / 10
+
+
+class EqxScaled(eqx.Module):
+    dense: eqx.nn.Linear
+    inference: bool = False
+
+    def __call__(self, x):
+        return self.dense(x) if self.inference else self.dense(x) / 10
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "equinox"])
+def test_training_that_is_not_prediction(key, kind):
+    """It is trained as it trains, though nothing is drawn or carried; or refused where that cannot be known beforehand."""
+    x, y = jnp.asarray(X[:6, :3]), jnp.array([0, 1, 2, 2, 1, 0])
+    scaled = lambda key: EqxScaled(eqx.nn.Linear(3, 3, key=key))
+    if kind == "linen":
+        net = modules.linen(LinenScaled(), x[:1])
+    else:
+        make, module = (modules.nnx, NnxScaled) if kind == "nnx" else (modules.equinox, scaled)
+        plain = make(module)
+        with pytest.raises(
+            TargetError, match=r"something else in training.*make it with random=True"
+        ):
+            px.networks.classifier(plain, num_data=6).score(plain.init(key, 2), {"x": x, "y": y})
+        net = make(module, random=True)
+    particles, carried = net.init(key, 2)
+    assert carried == ()
+    target = px.networks.classifier(net, num_data=6, prior=1e12)
+    found = px.Flow(target, (px.Drift(),), px.integrators.Euler(1.0)).init(particles, carried)
+    values = target.evaluate(found.particles, {"x": x, "y": y}, found.carried, key).log_density
+    for m in range(2):
+        leaves = {p.rpartition("/")[2]: a[m] for p, a in zip(px.networks.leaf_names(particles), jax.tree.leaves(particles), strict=True)}  # fmt: skip
+        weight = leaves["weight"].T if kind == "equinox" else leaves["kernel"]
+        logits = np.asarray(x, float) @ np.asarray(weight, float) + np.asarray(
+            leaves["bias"], float
+        )
+        shown = net.apply(jax.tree.map(lambda a, m=m: a[m], particles), x, ())
+        np.testing.assert_allclose(shown, logits, rtol=1e-5, atol=1e-6)
+        log_p = logits / 10 - np.log(np.exp(logits / 10).sum(1, keepdims=True))
+        truth = log_p[np.arange(6), y].sum()
+        size = sum(a[m].size for a in jax.tree.leaves(particles))
+        constant = -0.5 * size * np.log(2 * np.pi * 1e12)
+        assert min(abs(float(values[m]) - truth), abs(float(values[m]) - truth - constant)) < 1e-3
+
+
+def test_layers_that_only_could_differ_stay_plain(key):
+    """Dropout of rate 0, attention without dropout: nothing to draw, and one way to be called."""
+    net = modules.equinox(lambda key: Eqx(False, 0.0, key))
+    attention = modules.nnx(lambda rngs: nnx.MultiHeadAttention(2, 4, 8, decode=False, rngs=rngs))
+    for one, x in ((net, jnp.asarray(X[:2])), (attention, jnp.ones((2, 3, 4)))):
+        assert not one.stateful
+        first = jax.tree.map(lambda leaf: leaf[0], one.init(key, 2))
+        assert np.all(np.isfinite(one.apply(first, x)))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "equinox"])
+def test_parameters_in_another_structure_are_refused(key, kind):
+    net = network(kind)
+    leaves = jax.tree.leaves(init(net, key, 2))
+    with pytest.raises(ParticleError, match=r"has parameters \[.*but \['0', '1', '2', '3'\] came"):
+        px.predictive.categorical(net.apply, leaves, X)
+
+
 # ----------------------------------------------------------------------------------- batch norm
 
 
@@ -612,8 +691,8 @@ ROW = jnp.ones((2, 3))
         (3, ROW, OptionError, r"module is 3; expected a flax\.linen module"),
         (nn.Dense, ROW, OptionError, "module is the class Dense; expected"),
         (nn.Dense(2), jnp.ones(3), DataError, r"Dense makes \[\(2,\)\] of the example's \[\(3,\)\]; expected a batch"),
-        (nn.Dense(2), jnp.ones(()), TargetError, r"Dense failed in initialisation on inputs of shape \[\(\)\]"),
-        (nn.Conv(2, (3, 3)), ROW, TargetError, r"Conv failed in initialisation on inputs of shape \[\(2, 3\)\]"),
+        (nn.Dense(2), jnp.ones(()), TargetError, r"Dense failed in initialisation on float32 inputs of shape \[\(\)\]"),
+        (nn.Conv(2, (3, 3)), ROW, TargetError, r"Conv failed in initialisation on float32 inputs of shape \[\(2, 3\)\]"),
         (nn.Dense(2, param_dtype=jnp.complex64), ROW, OptionError, "parameter 'bias' of Dense is complex64"),
         (nn.Dropout(0.0), ROW, OptionError, "Dropout has no float parameters"),
         (compact(lambda self, x: nn.Dropout(0.5)(nn.Dense(2)(x))), ROW, TargetError,
@@ -639,7 +718,9 @@ def test_wrong_inputs_are_told_when_the_target_is_evaluated(key, kind):
         "nnx": lambda: modules.nnx(lambda rngs: nnx.Linear(3, 2, rngs=rngs)),
     }[kind]()
     target = networks.classifier(net, num_data=2)
-    with pytest.raises(TargetError, match=r"failed in prediction on inputs of shape \[\(2, 7\)\]"):
+    with pytest.raises(
+        TargetError, match=r"failed in prediction on float32 inputs of shape \[\(2, 7\)\]"
+    ):
         target.score(init(net, key, 2), {"x": jnp.ones((2, 7)), "y": jnp.zeros(2, int)})
 
 

@@ -322,6 +322,52 @@ def test_what_is_carried_is_checked(net, key):
         stateful.target.score(net.init(key, 3), small())
 
 
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"masks": np.zeros(30, bool)}, r"the data have \['masks'\].*did you mean 'mask'\?"),
+        (
+            {"weights": np.ones(30)},
+            r"the data have \['weights'\], which neither.*Leave the others out",
+        ),
+    ],
+)
+def test_parts_of_the_data_that_nothing_reads(net, key, part, words):
+    """A misspelt mask would silently do nothing."""
+    target = px.networks.classifier(net, num_data=30)
+    data = {"x": np.ones((30, SIZES[0]), np.float32), "y": np.zeros(30, int)} | part
+    flow = px.svgd(target, step_size=0.1)
+    with pytest.raises(DataError, match=words):
+        px.run(flow, net.init(key, 3), steps=1, key=key, data=data, progress=False)
+
+
+def test_one_logit_of_two_classes(key):
+    one = px.networks.Network(lambda key: jax.random.normal(key, (3, 1)), lambda w, x: x @ w)
+    data = {"x": np.ones((4, 3), np.float32), "y": np.array([0, 1, 0, 1])}
+    flow = px.svgd(px.networks.classifier(one, num_data=4), step_size=0.1)
+    with pytest.raises(
+        DataError, match=r"one logit for labels from 0 to 1.*jnp.stack\(\[0 \* z, z\], -1\)"
+    ):
+        px.run(flow, one.init(key, 3), steps=1, key=key, data=data, progress=False)
+
+
+def test_a_noise_that_is_none(key):
+    line = px.networks.Network(lambda key: jax.random.normal(key, (3,)), lambda w, x: x @ w)
+    target = px.networks.regressor(line, num_data=4, noise=lambda params: None)
+    data = {"x": np.ones((4, 3), np.float32), "y": np.ones(4, np.float32)}
+    with pytest.raises(TargetError, match=r"noise\(params\) failed.*returns an sd"):
+        target.score(line.init(key, 2), data)
+
+
+def test_inputs_of_a_function_space_that_do_not_fit(net, key):
+    target = px.networks.classifier(net, num_data=30)
+    apart = px.networks.FunctionSpace(net, np.ones((7, 29), np.float32))
+    flow = px.Flow(target, (px.Drift(), apart), px.integrators.Euler(0.1))
+    data = {"x": np.ones((30, SIZES[0]), np.float32), "y": np.zeros(30, int)}
+    with pytest.raises(TargetError, match=r"apply\(params, x\) failed"):
+        px.run(flow, net.init(key, 3), steps=1, key=key, data=data, progress=False)
+
+
 def test_apply_alone_cannot_be_initialised(key):
     target = networks.classifier(apply, num_data=2)
     assert target.num_data == 2

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from particlax import blocks, medians, pairwise
+import particlax as px
+from particlax import blocks, kernels, medians, pairwise
+from particlax.diffusions import GFSD, Blob, Langevin, Sinkhorn, Transport
 
 from . import references as ref
 
@@ -184,6 +186,55 @@ def tight_errors(dim, num=60):
         "force": np.abs(force - true_force).max() / np.abs(true_force).max(),
         "median": abs(median / ref.median_sqdist(wide) - 1),
     }
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(("dim", "mean", "far"), [(1, 1e4, 0), (1, 5, 0), (1, 0, 1e5), (2, 1e4, 0), (2, 0, 1e6), (16, 1e4, 0), (16, 0, 1e5)])  # fmt: skip
+def test_forces_far_from_the_origin_and_beside_a_particle_far_away(dim, mean, far, jit):
+    """In float32: a cloud with a mean, and one of whose particles is far away, which is then left out."""
+    x = (mean + np.random.default_rng(6).normal(size=(65, dim))).astype(np.float32)
+    x[10] += np.float32(far)
+    wide, h = x.astype(np.float64), 1.5 * dim
+    weights = lambda r2: jnp.exp(-r2 / h)
+    force = lambda x: pairwise.interact(x, x, weights)
+    found = (jax.jit(force) if jit else force)(jnp.asarray(x))
+    matrix = np.exp(-ref.sqdist(wide, wide) / h)
+    truth = np.stack([row @ (one - wide) for row, one in zip(matrix, wide, strict=True)])
+    others = np.arange(65) != (10 if far else -1)
+    error = np.abs(np.asarray(found, np.float64) - truth)[others].max()
+    assert error < 2e-6 * np.abs(truth[others]).max()
+
+
+def test_a_particle_far_away_leaves_the_median_alone():
+    for dim in (2, 16):
+        x = np.random.default_rng(7).normal(size=(60, dim)).astype(np.float32)
+        x[0] = 1e6
+        h = float(kernels.Median()(jnp.asarray(x)))
+        wide = x.astype(np.float64)
+        np.testing.assert_allclose(h, ref.median_sqdist(wide) / np.log(60), rtol=1e-5)
+
+
+@pytest.mark.parametrize("setting", ["numpy_rank_promotion", "numpy_dtype_promotion"])
+def test_strict_settings_of_jax(setting, key):
+    """Programs that forbid promotions of shapes or types use these samplers too."""
+    target = px.Target(lambda x: -0.5 * jnp.sum(x**2))
+    euler, some = px.integrators.Euler(0.01), [px.Drift(), px.Stein()]
+    flows = [
+        *[px.Flow(target, [*some, make()], euler) for make in (Langevin, Blob, GFSD, Transport)],
+        *[px.svgd(target, kernel=make(), step_size=0.1) for make in (kernels.IMQ, kernels.LayerWise)],
+        px.svgd(target, kernel=kernels.RBF(kernels.HeatEquation()), step_size=0.1),
+        px.w_sgld(target, coupling=Sinkhorn(), step_size=0.1),
+        px.calibrated(target),
+        px.Flow(target, [px.Drift(), Blob(calibrate=True)], euler, metric=px.metrics.Diagonal()),
+        px.sgld(target, integrator=px.integrators.RMS(0.01)),
+        px.sghmc(target, step_size=0.01),
+    ]  # fmt: skip
+    context = getattr(jax, setting)("raise" if "rank" in setting else "strict")
+    for kind in (jnp.float32, jnp.float16):
+        for flow in flows:
+            with context:
+                result = px.run(flow, jax.random.normal(key, (20, 3), kind), steps=2, key=key, progress=False)  # fmt: skip
+            assert result.particles.dtype == kind
 
 
 TIGHT = {

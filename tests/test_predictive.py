@@ -846,7 +846,7 @@ def test_logits_of_the_wrong_shape(monkeypatch, name):
 )
 def test_means_of_the_wrong_shape(monkeypatch, apply):
     monkeypatch.setattr(engine, "_batch", None)
-    with refused(E.TargetError, "n = 6", r"means \[n\] or \[n, K\]"):
+    with refused(E.TargetError, "n = 6", r"means \[n\] or \[n, \.\.\., K\]"):
         plain.normal(apply, CLOUD, X, noise=1.0)
 
 
@@ -921,6 +921,84 @@ def test_bad_learned_noise(monkeypatch, noise):
     monkeypatch.setattr(engine, "_batch", None)
     with refused(E.TargetError, "noise returned", "positive sd"):
         plain.normal(linear, CLOUD, X, noise=noise)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, lambda a: np.asarray(a).tolist()])
+def test_numbers_with_a_noise_of_each_row(kind):
+    """Arrays of one's own, against loops: sd, log density, distribution."""
+    rng = np.random.default_rng(3)
+    means, sds = rng.normal(size=(4, 9)), rng.uniform(0.3, 2, (4, 9))
+    y = rng.normal(size=9)
+    pred = plain.Normal(kind(means), kind(sds))
+    some = 1e-5 if kind is jnp.asarray else 1e-12
+    var = (sds**2).mean(0) + means.var(0)
+    np.testing.assert_allclose(pred.sd, np.sqrt(var), rtol=some)
+    each = np.exp(-0.5 * ((y - means) / sds) ** 2) / np.sqrt(2 * np.pi * sds**2)
+    np.testing.assert_allclose(pred.log_density(y), np.log(each.mean(0)), rtol=some, atol=some)
+    row = plain.Normal(kind(means), kind(sds[:1]))
+    np.testing.assert_allclose(row.sd, np.sqrt(sds[0] ** 2 + means.var(0)), rtol=some)
+
+
+@pytest.mark.parametrize(
+    ("means", "sds", "words"),
+    [
+        (
+            np.zeros((4, 9)),
+            np.ones(9),
+            r"sds have shape \(9,\) for means of shape \(4, 9\).*sds\[None\]",
+        ),
+        (np.zeros((4, 9)), np.ones(4), r"sds\[:, None\] for one of each particle"),
+        (np.zeros((4, 9)), 1.0, r"sds have shape \(\)"),
+        (np.zeros((4, 9)), np.ones((4, 3)), r"sds have shape \(4, 3\)"),
+        (np.zeros((4, 9, 2)), np.ones((4, 9)), r"sds have shape \(4, 9\)"),
+        (np.zeros(9), np.ones(9), r"expected means \[M, n\]"),
+        (np.zeros((4, 9)), -np.ones((4, 9)), "sds reach down to -1.0; expected numbers > 0"),
+        (np.zeros((4, 9)), np.zeros((4, 9)), "sds reach down to 0.0; expected numbers > 0"),
+        (np.full((4, 9), np.nan), np.ones((4, 9)), "row 0 of means is not finite"),
+        (np.zeros((4, 9)), np.full((4, 9), np.inf), "row 0 of sds is not finite"),
+    ],
+)
+def test_numbers_that_do_not_fit(means, sds, words):
+    with refused(E.DataError, words):
+        plain.Normal(means, sds)
+
+
+def test_sequences_of_numbers():
+    """What a regressor trains, [n, L, K], it predicts: a row's log density is the sum over all of its outputs."""
+    rng = np.random.default_rng(4)
+    cloud, x, y = rng.normal(size=3), rng.normal(size=(5, 4, 2)), rng.normal(size=(5, 4, 2))
+    pred = plain.normal(lambda w, x: w * x, cloud, x, noise=0.7)
+    each = -0.5 * ((y - cloud[:, None, None, None] * x) / 0.7) ** 2 - 0.5 * np.log(2 * np.pi * 0.49)
+    truth = np.log(np.exp(each.sum((2, 3))).mean(0))
+    np.testing.assert_allclose(pred.log_density(y), truth, rtol=1e-5)
+
+
+@pytest.mark.parametrize("words", [np.array(["a", "b"]), np.array([None, 1], object)])
+def test_inputs_that_are_words(words):
+    with refused(E.DataError, "has dtype .*; expected numbers"):
+        plain.normal(lambda w, x: w * x, jnp.ones(2), words, noise=1.0)
+
+
+def test_what_an_observer_sees_predicts(key):
+    seen, x = [], np.ones((3, 2), np.float32)
+    target = px.Target(lambda w: -jnp.sum(w**2))
+    px.run(px.svgd(target, step_size=0.1), jax.random.normal(key, (4, 2)), steps=2, key=key, progress=False, observers=[seen.append])  # fmt: skip
+    apply = lambda w, x: x @ w
+    found = px.predictive.normal(apply, seen[-1], x, noise=1.0)
+    wanted = px.predictive.normal(apply, seen[-1].state.particles, x, noise=1.0)
+    np.testing.assert_array_equal(found.means, wanted.means)
+    with pytest.raises(ParticleError, match="a flow came in place of particles"):
+        px.predictive.normal(apply, px.svgd(target, step_size=0.1), x, noise=1.0)
+
+
+def test_more_clouds_than_a_history_has(key):
+    target = px.Target(lambda w: -jnp.sum(w**2))
+    flow = px.svgd(target, step_size=0.1)
+    result = px.run(flow, jax.random.normal(key, (4, 2)), steps=4, key=key, thin=2, progress=False)
+    with pytest.raises(
+        OptionError, match=r"last\(3\) of a history of 2 clouds; expected at most 2"
+    ):
+        result.history.last(3)
 
 
 @pytest.mark.parametrize("y", [np.zeros(6), np.zeros((6, 1)), np.zeros((5, 2))])

@@ -32,6 +32,19 @@ def velocity(term, cloud, jit=False):
     return (jax.jit(call) if jit else call)(cloud)
 
 
+def test_many_particles_of_16_bits(key):
+    """A sum over 2000 scores of 100 is too large for float16; their mean is not."""
+    x = jnp.asarray(ref.cloud(2000, 2), jnp.float16)
+    cloud = make_cloud(x, jnp.full_like(x, 100))
+    drift, _ = velocity(px.Stein(kernel=K.RBF(bandwidth=1e4)), cloud, jit=True)
+    assert drift.dtype == jnp.float16
+    np.testing.assert_allclose(np.asarray(drift, float), 100, rtol=0.01)
+    target = px.Target(lambda x: 100 * jnp.sum(x.astype(jnp.float32)))
+    flow = px.Flow(target, (px.Drift(),), px.integrators.Euler(1e-3))
+    forces = flow.step(key, flow.init(x))[1].forces
+    np.testing.assert_allclose(forces["Drift"], np.sqrt(2) * 100, rtol=1e-3)
+
+
 @pytest.mark.parametrize(("dim", "kind"), LAYOUTS)
 def test_drift_is_the_weighted_score(x64, dim, kind):
     x, score = ref.cloud(6, dim), ref.cloud(6, dim, seed=1)
