@@ -3,6 +3,7 @@
 python -m benchmarks.lowered FOLDER              # a file for each figure
 PYTHONPATH=OLD python THIS/benchmarks/lowered.py FOLDER    # those of the revision in the folder OLD, which need not have this module
 diff -r BEFORE AFTER                             # nothing: the same operations, the same kernels, and so the same figures
+python -m benchmarks.lowered FOLDER compiled     # and how many kernels XLA makes of each, with its compiler for GPUs (`benchmarks.absent`)
 
 What is left out is what does not run: places in the source, and operations whose results nobody uses.
 """
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax._src.interpreters import mlir, partial_eval
 from jax.extend import core
+from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
@@ -88,6 +90,28 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
         yield f"networks-{name}", *stepping(flows[name](), networks, batch)
 
 
+LAUNCHED = r"= .*? (fusion|custom-call|copy|sort|reduce|gather|concatenate|dynamic-slice)\("
+
+
+def launches(program: str) -> int:
+    """Operations of a compiled program outside of fusions: so many kernels, loops counted once."""
+    inside, count = False, 0
+    for line in program.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            inside = re.match(r"%?(fused|wrapped)", line) is not None
+        count += not inside and re.search(LAUNCHED, line) is not None
+    return count
+
+
+def compiled(function: Callable[..., Any], args: tuple) -> str:
+    """What XLA makes of it for an H200 that need not be there."""
+    one = SingleDeviceSharding(absent.gpus()[0])
+    put = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one)
+    with absent.tracing():
+        traced = jax.jit(function).trace(*jax.tree.map(put, args))
+        return traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+
+
 def lowered(function: Callable[..., Any], args: tuple) -> str:
     """StableHLO of what a GPU would run, each kernel as its text."""
     with absent.named(), absent.tracing():
@@ -113,14 +137,18 @@ def _kernel(escaped: str) -> str:
 
 def main(arguments: list[str]) -> None:
     """Write them."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    first, *more = arguments or ("-",)
+    if first.startswith("-") or more not in ([], ["compiled"]):
         raise SystemExit(__doc__)
-    folder = Path(arguments[0])
+    folder = Path(first)
     folder.mkdir(parents=True, exist_ok=True)
     for name, function, args in programs():
         text = lowered(function, args)
         (folder / f"{name}.txt").write_text(text)
-        print(f"{name}: {text.count('@__gpu$xla.gpu.triton')} kernels, {text.count(chr(10))} lines")
+        made = f", {launches(compiled(function, args))} launches" if more else ""
+        print(
+            f"{name}: {text.count('@__gpu$xla.gpu.triton')} kernels{made}, {text.count(chr(10))} lines"
+        )
 
 
 if __name__ == "__main__":

@@ -312,7 +312,8 @@ def factored(matrix: Float[Array, "M D"]) -> tuple[tuple[Array, Array], Array, A
 
     def plain(matrix: Array) -> tuple[Any, Array, Array]:
         mean, centred = _centred(matrix, lambda mean: mean)
-        return mean, *jnp.linalg.qr(centred)
+        q, r = jnp.linalg.qr(centred)
+        return mean, q, r
 
     layout = _divided(matrix)
     if layout is None:

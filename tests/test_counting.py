@@ -174,3 +174,21 @@ def test_kernels_of_the_programs_for_a_gpu():
         found[name] = text.count("@__gpu$xla.gpu.triton")
         assert "tt.func" in text or not found[name]
     assert found == KERNELS
+
+
+def test_launches_are_counted_outside_of_fusions():
+    program = """HloModule jit_f
+%fused_computation (p: f32[3]) -> f32[3] {
+  %copy.1 = f32[3]{0} copy(%p)
+}
+%body (p: (s32[], f32[3])) -> (s32[], f32[3]) {
+  %fusion.2 = (s32[], f32[3]{0}) fusion(%p), kind=kLoop, calls=%fused_computation
+}
+ENTRY %main (a: f32[3]) -> f32[3] {
+  %a = f32[3]{0} parameter(0)
+  %while.1 = (s32[], f32[3]{0}) while(%t), body=%body
+  %custom.1 = (f32[3]{0}, f32[3]{0}) custom-call(%a), custom_call_target="__gpu$xla.gpu.triton"
+  ROOT %copy.2 = f32[3]{0} copy(%a)
+}
+"""
+    assert lowered.launches(program) == 3
