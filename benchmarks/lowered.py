@@ -109,7 +109,7 @@ def compiled(function: Callable[..., Any], args: tuple) -> str:
     put = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one)
     with absent.tracing():
         traced = jax.jit(function).trace(*jax.tree.map(put, args))
-        return traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+        return str(traced.lower(lowering_platforms=("cuda",)).compile().as_text())
 
 
 def lowered(function: Callable[..., Any], args: tuple) -> str:
