@@ -148,7 +148,8 @@ def mean_square(x: PyTree) -> Float[Array, ""]:
         square = lambda add, xs: add(skinny.distances(xs)[1])
         return sharding.by_coordinates(square, (as_matrices(x)[0],), result="same")
     squares = [jnp.sum(wide(a).reshape(len(a), -1) ** 2, 1) for a in jax.tree.leaves(x)]
-    return 1 / jnp.mean(1 / sum(squares[1:], squares[0]))
+    # Its derivative at 0 would be NaN, and nobody wants it.
+    return lax.stop_gradient(1 / jnp.mean(1 / sum(squares[1:], squares[0])))
 
 
 def interact(

@@ -214,6 +214,13 @@ def test_a_particle_far_away_leaves_the_median_alone():
         np.testing.assert_allclose(h, ref.median_sqdist(wide) / np.log(60), rtol=1e-5)
 
 
+def test_derivatives_with_a_particle_at_the_origin(key):
+    flow = px.svgd(px.Target(lambda x: -0.5 * jnp.sum(x**2)), step_size=0.1)
+    x = jax.random.normal(key, (10, 2)).at[3].set(0.0)
+    moved = lambda x: jnp.sum(flow.step(key, flow.init(x))[0].particles ** 2)
+    assert np.all(np.isfinite(jax.grad(moved)(x)))
+
+
 @pytest.mark.parametrize("setting", ["numpy_rank_promotion", "numpy_dtype_promotion"])
 def test_strict_settings_of_jax(setting, key):
     """Programs that forbid promotions of shapes or types use these samplers too."""
