@@ -51,6 +51,7 @@ LAYERS = [
     "streams",
     "outputs",
     "networks",
+    "tracing",
     "modules",
     "export",
     "programs",

@@ -95,6 +95,8 @@ def transformed(transform: Any, key: Key[Array, ""], step: Int[Array, ""], batch
 def refuse_words(arrays: PyTree) -> None:
     """Refuse arrays of strings, dates or objects."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            continue  # random keys
         kind = getattr(leaf, "dtype", None)
         kind = kind if isinstance(kind, np.dtype) else np.asarray(leaf).dtype  # pandas has its own
         if kind.kind in "OSUMm":

@@ -61,7 +61,7 @@ class Bandwidth(Part):
         """
         h = self.choose(x)
         eps, tiny = float(jnp.finfo(h.dtype).eps), 1e-30
-        return jnp.maximum(h, (64 * eps) ** 2 * pairwise.mean_square(x).astype(h.dtype) + tiny)
+        return jnp.maximum(h, (64 * eps) ** 2 * pairwise.typical_square(x).astype(h.dtype) + tiny)
 
 
 class Fixed(Bandwidth):
@@ -351,12 +351,6 @@ class LayerWise(Part):
             self.kernel.bandwidth.check([leaves[i] for i in places])
         check_distinct(x)
 
-    def alike(self, x: PyTree) -> list[str]:
-        """The leaves of groups that are the same in all particles: there the kernel tells none from another."""
-        names, leaves = leaf_names(x), jax.tree.leaves(x)
-        found = [p for p in self.places(x) if all_equal([leaves[i] for i in p])]
-        return [names[i] for places in found for i in places]
-
     def places(self, x: PyTree) -> list[list[int]]:
         """The leaves of each group, by number."""
         names = leaf_names(x)
@@ -381,8 +375,10 @@ class LayerWise(Part):
             [jax.tree.leaves(cloud) for cloud in clouds],
             jax.tree.structure(clouds[0]),
         )
-        moved: list[Any] = [None] * len(trees[0])
+        moved: list[Any] = list(trees[0])
         for places in self.places(clouds[0]):
+            if not sum(trees[0][i].size for i in places):
+                continue  # leaves without numbers have no distances
             parts = force(self.kernel, *[[leaves[i] for i in places] for leaves in trees])
             for i, part in zip(places, parts, strict=True):
                 moved[i] = part

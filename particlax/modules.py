@@ -8,19 +8,18 @@ trains in the module's training mode and predicts outside it. Flax is imported w
 import dataclasses
 import importlib
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.interpreters import partial_eval
 from jaxtyping import PyTree
 
 from particlax import errors
 from particlax.errors import OptionError, TargetError, known_options
 from particlax.networks import Network, leaf_names
+from particlax.tracing import computed_alike, depends
 
 __all__ = ["equinox", "linen", "nnx"]
 
@@ -57,7 +56,7 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     draws = "key" in needs or any(d.p != 0 and not d.inference for d in drops)
     needs_key = draws if random is None else random and draws
     _check_call(model, ["state"] * keeps + ["key"] * needs_key, ["state", "key"])
-    random = draws if random is None else random
+    asked, random = random, draws if random is None else random
     split: Any = lambda model: eqx.partition(model, eqx.is_inexact_array)
     like, trains = split(model)
     modes = (split(eqx.nn.inference_mode(model))[1], trains)
@@ -88,11 +87,11 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
             return every(None)
         except Exception:
             # It may split a key that no layer uses in prediction.
-            if "key" not in takes or _depends(lambda key: every(key)[0]):
+            if "key" not in takes or depends(lambda key: every(key)[0]):
                 raise
             return every(jax.random.key(0))
 
-    switches = eqx.tree_equal(*modes) is not True
+    switches = asked is not False and eqx.tree_equal(*modes) is not True
     return _network(name, start, run, (like, state), random=random, switches=switches)
 
 
@@ -178,7 +177,7 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     draws = len(jax.tree.leaves(likes[2])) > 2 * idle  # a stream has a key and a count
     dry = any(layer.rate > 0 and layer.rngs is None for layer in dropout)
     _check_call(model, ["rngs"] * (dry and not draws), ["rngs"])
-    random = draws or dry or "rngs" in needs if random is None else random
+    asked, random = random, draws or dry or "rngs" in needs if random is None else random
 
     def start(key: Any) -> tuple[PyTree, PyTree]:
         _, params, carried, *_ = split(make(lib.Rngs(key)))
@@ -202,12 +201,13 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
 
         out, carried, drew = called(keys[0] if keys else jax.random.key(0))
         # Cells of recurrent networks take a number to make zeros of.
-        if not keys and drew and _depends(lambda base: called(base)[0]):
+        if not keys and drew and depends(lambda base: called(base)[0]):
             raise TargetError(f"{name} draws random numbers in prediction too; {SWITCH}")
         return out, carried
 
     like = (pure(likes[0]), pure(likes[1]))
-    return _network(name, start, run, like, random=random, switches=modes[0] != modes[1])
+    switches = asked is not False and modes[0] != modes[1]
+    return _network(name, start, run, like, random=random, switches=switches)
 
 
 def _call(module: Any) -> tuple[list[str], list[str], list[dict[str, Any]]]:
@@ -245,24 +245,7 @@ def _examined(name: str, initial: Any, run: Any, x: Any) -> tuple[Any, bool]:
         raise OptionError(f"{name} carries {came}; expected no change: leave out what it sows")
     used = [var for equation in made.eqns for var in equation.invars]
     draws = any(var is key for var in used for key in made.jaxpr.invars[-2:])
-    return like, draws or not _alike(run, like, x)
-
-
-def _alike(run: Any, like: Any, x: Any) -> bool:
-    """Whether outputs are computed in training as in prediction, up to random numbers that nothing uses."""
-    told, keys = [], tuple(jax.random.split(jax.random.key(0)))
-    for mode in (lambda keys: None, lambda keys: keys):
-        one = lambda p, c, x, keys, mode=mode: run(p, c, x, mode(keys))[0]
-        jaxpr = jax.make_jaxpr(one)(*like, x, keys).jaxpr
-        kept, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-        told.append(re.sub(r" at 0x[0-9a-f]+", "", str(kept)))
-    return told[0] == told[1]
-
-
-def _depends(function: Callable[..., Any]) -> bool:
-    """Whether what function(key) returns depends on the key."""
-    jaxpr = jax.make_jaxpr(function)(jax.random.key(0)).jaxpr
-    return any(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+    return like, draws or not computed_alike(run, like, x)
 
 
 def _reseeded(streams: Any, base: Any) -> list[Any]:
@@ -307,14 +290,22 @@ def _network(
         keys = key if key is None else tuple(jax.random.split(key))
         return _tried(name, "training" if keys else "prediction", x, run, params, carried, x, keys)
 
+    one_way: dict[Any, bool] = {}
+
     def plain(params: PyTree, x: Any) -> Any:
         """A network that nothing is drawn or carried for has one way to be called."""
         out = forward(params, x, ())[0]
+        if not switches:
+            return out
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), (params, x))  # fmt: skip
-        if switches and not _alike(run, (shapes[0], ()), shapes[1]):
+        seen = tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes)
+        if seen not in one_way:
+            args = (computed_alike, run, (shapes[0], ()), shapes[1])
+            one_way[seen] = _tried(name, "training", x, *args)
+        if not one_way[seen]:
             raise TargetError(
                 f"{name} computes something else in training than in prediction, but draws nothing and carries nothing, which would "
-                f"tell that it has to be trained so; expected one or the other: make it with random=True"
+                f"tell that it has to be trained so; expected one or the other: make it with random=True, or random=False to train it as it predicts"
             )
         return out
 

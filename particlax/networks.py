@@ -6,8 +6,8 @@ A network is `apply(params, x) -> outputs` for a batch x and one set of paramete
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -71,7 +71,7 @@ class Network(Part):
 
 
 def split(
-    particles: PyTree, names: Sequence[str]
+    particles: PyTree, names: Iterable[str]
 ) -> tuple[PyTree[Float[Array, "M ..."]], PyTree[Float[Array, "..."]]]:
     """A partly Bayesian network: of a cloud of networks, the leaves that stay particles and those that are shared.
 
@@ -84,12 +84,13 @@ def split(
     """
     if isinstance(names, str):
         raise OptionError(f"names is {names!r}; expected a list of names: [{names!r}]")
+    names = list(names) if isinstance(names, Iterable) else names
     if _is_pair(particles, names):
         raise OptionError(
             "split got the pair that a stateful network's init returns; expected particles: "
             "particles, carried = net.init(key, M)"
         )
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
         raise OptionError(f"names is {names!r}; expected a list of names of leaves or layers")
     num_particles(particles)
     chosen = [found is not None for found in by_prefix(leaf_names(particles), names, "split")]
@@ -165,46 +166,54 @@ def regressor(
     network: Network | Callable[..., Any],
     *,
     num_data: int,
-    noise: float | Callable[[PyTree], Any] = 1.0,
+    noise: float | Callable[[PyTree], Any] | Literal["network"] = 1.0,
     prior: Prior = 1.0,
     temperature: float = 1.0,
 ) -> Target:
     """A regression's posterior: `batch["y"]` normal around the network's outputs for `batch["x"]`, Gaussian prior.
 
-    `noise` is the standard deviation: a number, or a function of the parameters where it is learned (the
-    network must then ignore the leaf that holds it, and the prior covers it). Targets at which `batch["mask"]` is false do not count
-    (data must be finite all the same: put 0 there).
+    `noise` is the standard deviation: a number; a function of the parameters where it is learned (the
+    network must then ignore the leaf that holds it, and the prior covers it); or "network" where it differs from datum to datum and the
+    network returns the pair (means, sds). Targets at which `batch["mask"]` is false do not count (data must be finite all the same: put 0 there).
 
     >>> target = regressor(lambda w, x: x @ w, num_data=100, noise=0.1)
     >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.zeros(4)}
     >>> target.score(jnp.zeros((5, 3)), batch)[0].shape
     (5,)
     """
-    if not callable(noise):
+    own = isinstance(noise, str) and noise == outputs.NETWORK
+    if not callable(noise) and not own:
         positive("noise", noise, zero=False, also=outputs.NOISE)
 
-    def likelihood(mean: Array, batch: Any, params: PyTree) -> Array:
-        truth = batch["y"]
+    def likelihood(found: Any, batch: Any, params: PyTree) -> Array:
+        truth, mean = batch["y"], found[0] if own else found
         if mean.shape != truth.shape:
             raise TargetError(
                 f"the network returned shape {mean.shape} for targets of shape {truth.shape}; expected the same "
                 "(squeeze a last axis of one)"
             )
-        try:
-            sd = jnp.asarray(noise(params) if callable(noise) else noise)
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise TargetError(
-                f"noise(params) failed, {error!r}; expected a function of the parameters {leaf_names(params)} that returns an sd"
-            ) from error
-        if sd.shape not in ((), truth.shape[1:]):
-            raise TargetError(
-                f"noise returned shape {sd.shape} for targets of shape {truth.shape}; expected a number, or one for each output"
-            )
+        sd = wide(found[1]) if own else _sd(noise, params, truth)
         # What does not count must not get into the gradient, not even times 0.
         error = (jnp.where(_mask(batch, truth), truth, 0) - wide(mean)) / sd
         return _counted(-0.5 * error**2 - jnp.log(sd) - 0.5 * jnp.log(2 * jnp.pi), batch)
 
-    return _target(network, likelihood, num_data, prior, temperature, with_params=True)
+    return _target(network, likelihood, num_data, prior, temperature, with_params=True, pair=own)
+
+
+def _sd(noise: Any, params: PyTree, truth: Any) -> Array:
+    """The noise, a number or made of the parameters: one sd, or one for each output."""
+    try:
+        sd = jnp.asarray(noise(params) if callable(noise) else noise)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise TargetError(
+            f"noise(params) failed, {error!r}; expected a function of the parameters {leaf_names(params)} that returns an sd"
+        ) from error
+    if sd.shape not in ((), truth.shape[1:]):
+        raise TargetError(
+            f"noise returned shape {sd.shape} for targets of shape {truth.shape}; expected a number, or one for each output. Where it differs "
+            f"from datum to datum, the network returns it: (means, sds), with noise={outputs.NETWORK!r}"
+        )
+    return sd
 
 
 def _counted(values: Array, batch: Any) -> Array:
@@ -333,28 +342,30 @@ def _target(
     temperature: float,
     *,
     with_params: bool = False,
+    pair: bool = False,
     check: Any = None,
 ) -> Target:
     positive("temperature", temperature, zero=False, schedule=False)
     cold = 1 / number(temperature)
     net = _network(network)
     seen = likelihood if with_params else (lambda out, b, p: likelihood(out, b))
+    plain = functools.partial(outputs.plain, net, pair=pair)
+    trained = functools.partial(outputs.trained, net, pair=pair)
 
     def alone(params: PyTree, batch: Any) -> Array:
-        return cold * seen(outputs.plain(net, params, batch), batch, params)
+        return cold * seen(plain(params, batch), batch, params)
 
     def carrying(params: PyTree, batch: Any, carried: PyTree, key: Array) -> tuple[Array, PyTree]:
-        found, carried = outputs.trained(net, params, batch, carried, key)
+        found, carried = trained(params, batch, carried, key)
         return cold * seen(found, batch, params), carried
 
     def validate(params: PyTree, carried: PyTree, batch: Any, data: Any) -> None:
         outputs.refuse_unread(batch)
         if not net.stateful:
-            found = jax.eval_shape(functools.partial(outputs.plain, net), params, batch)
+            found = jax.eval_shape(plain, params, batch)
         else:
             key = jax.eval_shape(jax.random.key, 0)
-            train = functools.partial(outputs.trained, net)
-            found, new = jax.eval_shape(train, params, batch, carried, key)
+            found, new = jax.eval_shape(trained, params, batch, carried, key)
             outputs.refuse_other(carried, new)
             # What cannot predict is refused before it is trained.
             predict = lambda p, b, c: outputs.called(net.apply, p, outputs.rows_of(b), c)

@@ -12,10 +12,12 @@ from jaxtyping import Array, PyTree
 from particlax.errors import DataError, ParticlaxError, TargetError
 from particlax.particles import leaf_names
 
-NOISE = "a function of the parameters"
+NETWORK = "network"
+"""The noise of a regression whose network returns the pair (means, sds)."""
+NOISE = f"a function of the parameters or {NETWORK!r}"
 """What a regression's noise may be beside a number."""
 
-__all__ = ["called", "plain", "real", "refuse_other", "rows_of", "trained"]
+__all__ = ["called", "numbers", "plain", "real", "refuse_other", "rows_of", "trained"]
 
 
 def rows_of(batch: Any) -> Any:
@@ -28,7 +30,8 @@ def rows_of(batch: Any) -> Any:
 
 def refuse_unread(batch: Any) -> None:
     """Refuse parts of a batch that no likelihood reads: a mask by another name would silently do nothing."""
-    if unread := sorted(set(batch) - {"x", "y", "mask"}) if isinstance(batch, Mapping) else []:
+    rows_of(batch)
+    if unread := sorted(set(batch) - {"x", "y", "mask"}):
         near = difflib.get_close_matches(unread[0], ["x", "y", "mask"], n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise DataError(
@@ -37,9 +40,9 @@ def refuse_unread(batch: Any) -> None:
         )
 
 
-def plain(net: Any, params: PyTree, batch: Any) -> Any:
-    """apply(params, x), which must be one array of real numbers."""
-    return real("apply", called(net.apply, params, rows_of(batch)))
+def plain(net: Any, params: PyTree, batch: Any, *, pair: bool = False) -> Any:
+    """apply(params, x), which must be one array of real numbers, or the pair (means, sds)."""
+    return numbers("apply", called(net.apply, params, rows_of(batch)), pair)
 
 
 def called(apply: Any, params: PyTree, x: Any, *more: Any) -> Any:
@@ -58,7 +61,9 @@ def called(apply: Any, params: PyTree, x: Any, *more: Any) -> Any:
         ) from error
 
 
-def trained(net: Any, params: PyTree, batch: Any, carried: PyTree, key: Any) -> Any:
+def trained(
+    net: Any, params: PyTree, batch: Any, carried: PyTree, key: Any, *, pair: bool = False
+) -> Any:
     """forward(params, x, carried, key): outputs, and what the particle carries on."""
     assert net.forward is not None
     x = rows_of(batch)
@@ -80,7 +85,7 @@ def trained(net: Any, params: PyTree, batch: Any, carried: PyTree, key: Any) -> 
         raise TargetError(
             f"forward was given arrays {before} to carry and returned {after}; expected the same shapes and types, step for step"
         )
-    return real("forward", result[0]), result[1]
+    return numbers("forward", result[0], pair), result[1]
 
 
 def refuse_other(carried: PyTree, new: PyTree) -> None:
@@ -98,11 +103,35 @@ def _told(leaf: Any) -> str:
     return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
 
 
+def numbers(name: str, outputs: Any, pair: bool) -> Any:
+    """The network's outputs: one array of real numbers or, for a regression with the network's own noise, (means, sds)."""
+    if not pair:
+        return real(name, outputs)
+    if not isinstance(outputs, (tuple, list)) or len(outputs) != 2:
+        raise TargetError(
+            f"{name} returned {_form(outputs)} and the noise is {NETWORK!r}; expected the pair (means, sds) of two arrays, for instance "
+            "return h[:, 0], jax.nn.softplus(h[:, 1]) + 1e-3"
+        )
+    means, sds = (real(name, one) for one in outputs)
+    if means.shape != sds.shape:
+        raise TargetError(
+            f"{name} returned means of shape {means.shape} and sds of shape {sds.shape}; expected the same"
+        )
+    return means, sds
+
+
+def _form(outputs: Any) -> str:
+    shape = getattr(outputs, "shape", None)
+    return type(outputs).__name__ if shape is None else f"one array of shape {shape}"
+
+
 def real(name: str, outputs: Any) -> Array:
     """The network's outputs, if they are one array of real numbers."""
     if not isinstance(outputs, (jax.Array, np.ndarray)):
+        two = isinstance(outputs, tuple) and len(outputs) == 2
+        hint = f". For the pair (means, sds) of a regression say noise={NETWORK!r}" * two
         raise TargetError(
-            f"{name} returned {type(outputs).__name__} as outputs; expected one array with a row for each datum"
+            f"{name} returned {type(outputs).__name__} as outputs; expected one array with a row for each datum{hint}"
         )
     if not jnp.issubdtype(outputs.dtype, jnp.floating):
         raise TargetError(

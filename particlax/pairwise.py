@@ -33,13 +33,13 @@ __all__ = [
     "Pulled",
     "interact",
     "logsumexp",
-    "mean_square",
     "mixed",
     "mixing",
     "moved",
     "reduce_rows",
     "sqdist",
     "total",
+    "typical_square",
 ]
 
 DIRECT_DIM = 8
@@ -64,7 +64,7 @@ def _few_sqdist(add: Callable[[Any], Any], xs: Blocks) -> Array:
 
 
 def _sqdist(xs: Blocks, ys: Blocks) -> Array:
-    if len(xs) == 1 and xs[0].shape[1] <= DIRECT_DIM:
+    if len(xs) == 1 and 0 < xs[0].shape[1] <= DIRECT_DIM:
         x, y = xs[0], ys[0]
         terms = [(x[:, None, d] - y[None, :, d]) ** 2 for d in range(x.shape[1])]
         return sum(terms[1:], terms[0])
@@ -80,14 +80,21 @@ def _centres(blocks: Blocks) -> Blocks:
     Unlike the mean it is not moved by a particle far away. Nor does XLA round it anew in every place that uses it, as it does a mean.
     """
 
-    def centre(block: Array) -> Array:
-        some = block[np.arange(9) * (len(block) - 1) // 8].reshape(3, 3, -1)
-        low, high = jnp.minimum(some[0], some[1]), jnp.maximum(some[0], some[1])
-        three = jnp.maximum(low, jnp.minimum(high, some[2]))
-        return jnp.max(jnp.minimum(three, jnp.roll(three, 1, 0)), 0, keepdims=True)
-
     # No sum of differences depends on it.
-    return [lax.stop_gradient(centre(block)) for block in blocks]
+    return [lax.stop_gradient(_amid(block[_nine(len(block))])) for block in blocks]
+
+
+def _nine(num: int) -> np.ndarray:
+    """The numbers of nine particles, spread over all."""
+    return np.arange(9) * (num - 1) // 8
+
+
+def _amid(rows: Array) -> Array:
+    """Of nine rows the median of the medians of three, [1, ...]."""
+    some = rows.reshape(3, 3, *rows.shape[1:])
+    low, high = jnp.minimum(some[0], some[1]), jnp.maximum(some[0], some[1])
+    three = jnp.maximum(low, jnp.minimum(high, some[2]))
+    return jnp.max(jnp.minimum(three, jnp.roll(three, 1, 0)), 0, keepdims=True)
 
 
 def _around(centres: Blocks, xs: Blocks, ys: Blocks) -> tuple[Blocks, Blocks]:
@@ -138,18 +145,19 @@ def sqdist(x: PyTree, y: PyTree) -> Float[Array, "M N"]:
     return _sqdist(*_around(_centres(ys), xs, ys))
 
 
-def mean_square(x: PyTree) -> Float[Array, ""]:
-    """The harmonic mean of |x_i|^2, which some far away do not change; of few in many dimensions a number of that size (`skinny.distances`).
+def typical_square(x: PyTree) -> Float[Array, ""]:
+    """|x_i|^2 as most particles have it, by nine of them (see `_centres`); of few in many dimensions a number of that size (`skinny.distances`).
 
-    >>> float(mean_square(jnp.array([[1.0, 0.0], [0.0, 1e6]])))
-    2.0
+    >>> float(typical_square(jnp.array([[3.0, 4.0], [1e6, 0.0], [4.0, 3.0], [0.0, 0.0], [5.0, 0.0]])))
+    25.0
     """
     if _few(x, x):  # the same kernels as for the distances, so at no cost beside them
         square = lambda add, xs: add(skinny.distances(xs)[1])
         return sharding.by_coordinates(square, (as_matrices(x)[0],), result="same")
-    squares = [jnp.sum(wide(a).reshape(len(a), -1) ** 2, 1) for a in jax.tree.leaves(x)]
-    # Its derivative at 0 would be NaN, and nobody wants it.
-    return lax.stop_gradient(1 / jnp.mean(1 / sum(squares[1:], squares[0])))
+    xs = lax.stop_gradient(as_matrices(x)[0])
+    some = sharding.picked(xs, _nine(len(xs[0])))
+    squares = [jnp.sum(wide(a) ** 2, 1) for a in some]
+    return _amid(sum(squares[1:], squares[0]))[0]
 
 
 def interact(

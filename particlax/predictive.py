@@ -5,7 +5,7 @@ host as NumPy arrays and scored in float64. So nothing here is for use inside `j
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -311,22 +311,29 @@ def normal(
     particles: PyTree,
     x: PyTree,
     *,
-    noise: float | Callable[..., Any],
+    noise: float | Callable[..., Any] | Literal["network"],
     batch_size: int = 1000,
 ) -> Normal:
     """The mixture p(y | x) = 1/M sum_m N(apply(particle_m, x), noise^2).
 
-    `apply(params, rows)` returns the means [n] or [n, ..., K] of one particle. `noise` is the sd: a number, or for learned noise
-    a function of the params of one particle that returns a number (or K of them).
+    `apply(params, rows)` returns the means [n] or [n, ..., K] of one particle. `noise` is the sd: a number; for learned noise
+    a function of the params of one particle that returns a number (or K of them); or "network" if `apply` returns the pair (means, sds).
 
     >>> cloud = {"w": jnp.array([1.0, 3.0]), "log_sd": jnp.zeros(2)}
     >>> pred = normal(lambda p, x: p["w"] * x, cloud, jnp.ones(5), noise=lambda p: jnp.exp(p["log_sd"]))
     >>> pred.score(2 * jnp.ones(5)).rmse
     0.0
     """
-    networks = Sweep(apply, particles, x, batch_size, logits=False)
+    if isinstance(noise, str) and noise == outputs.NETWORK:
+        both = Sweep(apply, particles, x, batch_size, logits=False, pair=True).run()[0]
+        if not np.all(both[..., 1] > 0):
+            raise TargetError(
+                f"apply returned sds down to {both[..., 1].min()}; expected sds > 0, for instance jax.nn.softplus(...) + 1e-3"
+            )
+        return Normal(both[..., 0], both[..., 1])
     if not callable(noise):
         positive("noise", noise, zero=False, also=outputs.NOISE)
+    networks = Sweep(apply, particles, x, batch_size, logits=False)
     sd = noise if callable(noise) else lambda _: jnp.asarray(noise, float)
     try:
         sds, tail = np.asarray(jax.vmap(sd)(networks.params), np.float64), networks.shape[1:]
@@ -337,7 +344,7 @@ def normal(
     if sds.shape[1:] not in ((), tail):
         raise TargetError(
             f"noise returned shape {sds.shape[1:]} for one particle and {(networks.shape[0], *tail)} means; expected a positive sd, or one for "
-            "each output. For a noise of each row, make px.predictive.Normal(means, sds) from arrays [M, n]"
+            f"each output. Where it differs from row to row, apply returns the pair (means, sds), with noise={outputs.NETWORK!r}"
         )
     if not np.all((sds > 0) & (sds < np.inf)):
         raise TargetError(

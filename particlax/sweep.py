@@ -20,7 +20,7 @@ from particlax.errors import OptionError, ParticleError, TargetError
 from particlax.flow import Flow, State
 from particlax.history import History
 from particlax.networks import Network
-from particlax.outputs import called
+from particlax.outputs import NETWORK, called, numbers
 from particlax.particles import join, num_particles
 from particlax.run import Result, Snapshot
 from particlax.target import num_rows
@@ -45,6 +45,15 @@ class Member(eqx.Module):
         return self.apply(self.params(pair), x, *((pair[1],) if self.carries else ()))
 
 
+class Both(eqx.Module):
+    """The pair (means, sds) that a network returns, side by side on a last axis."""
+
+    apply: Any
+
+    def __call__(self, *args: Any) -> Array:
+        return jnp.stack(numbers("apply", self.apply(*args), True), -1)
+
+
 def merged(tree: PyTree, last: int | None = None) -> PyTree:
     """All clouds of a trajectory as one, leaves [T, M, ...] as [T M, ...]; or its `last` clouds alone."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
@@ -58,7 +67,7 @@ def merged(tree: PyTree, last: int | None = None) -> PyTree:
     return jax.tree.map(lambda a: np.asarray(a)[-(last or 0) :].reshape(-1, *a.shape[2:]), tree)
 
 
-def _member(apply: Any, particles: Any) -> tuple[Any, PyTree]:
+def _member(apply: Any, particles: Any, pair: bool) -> tuple[Any, PyTree]:
     """A function of one member of a cloud and of rows, and the cloud."""
     if particles is None:
         raise ParticleError(
@@ -69,10 +78,11 @@ def _member(apply: Any, particles: Any) -> tuple[Any, PyTree]:
         raise ParticleError("a flow came in place of particles; expected a run's result")
     carries = isinstance(apply, Network) and apply.stateful
     plain = apply.apply if isinstance(apply, Network) else apply
+    plain = Both(plain) if pair else plain
     if isinstance(particles, History):
-        pair = merged((particles.particles, particles.carried))
+        cloud, carried = merged((particles.particles, particles.carried))
         carries = carries or bool(jax.tree.leaves(particles.carried))
-        return (Member(plain, None, True), pair) if carries else (plain, pair[0])
+        return (Member(plain, None, True), (cloud, carried)) if carries else (plain, cloud)
     if isinstance(state, State):
         shared = None if state.shared is None else state.shared.values
         carries = carries or bool(jax.tree.leaves(state.carried))
@@ -88,11 +98,20 @@ def _member(apply: Any, particles: Any) -> tuple[Any, PyTree]:
 class Sweep:
     """Networks and the rows to show them, checked before anything is compiled."""
 
-    def __init__(self, apply: Any, particles: Any, x: PyTree, batch_size: int, *, logits: bool):
+    def __init__(
+        self,
+        apply: Any,
+        particles: Any,
+        x: PyTree,
+        batch_size: int,
+        *,
+        logits: bool,
+        pair: bool = False,
+    ):
         whole("batch_size", batch_size, 1)
         arrays = (np.ndarray, jax.Array)
         x = jax.tree.map(lambda leaf: leaf if isinstance(leaf, arrays) else np.asarray(leaf), x)
-        apply, particles = _member(apply, particles)
+        apply, particles = _member(apply, particles, pair)
         num_particles(particles[0] if isinstance(apply, Member) else particles)
         num = num_rows(x if jax.tree.leaves(x) else np.zeros(0))  # no array has no rows
         refuse_not_finite("particles", particles, ParticleError)
@@ -105,7 +124,7 @@ class Sweep:
         shape: Any = getattr(out, "shape", ())
         fits = len(shape) > 1 and shape[-1] > 1 if logits else len(shape) > 0
         if not fits or shape[0] != size or not jnp.issubdtype(out.dtype, jnp.floating):
-            wanted = "means [n] or [n, ..., K]"
+            wanted = f"means [n] or [n, ..., K], or with noise={NETWORK!r} a pair of such arrays, (means, sds)"
             if logits:
                 wanted = "logits [n, C] or [n, L, C] with C > 1. One logit z of two classes becomes jnp.stack([0 * z, z], -1)"
             raise TargetError(

@@ -18,7 +18,7 @@ from particlax.blocks import few, wide
 from particlax.checks import Part, Scheduled, at, number, positive
 from particlax.errors import ParticleError, expect
 from particlax.kernels import RBF, Kernel, LayerWise
-from particlax.particles import leaf_names, num_particles, random_like
+from particlax.particles import all_equal, leaf_names, num_particles, random_like
 
 __all__ = ["Cloud", "Drift", "Frame", "Stein", "Term", "Velocity"]
 
@@ -188,16 +188,26 @@ def check_parted(terms: Sequence[Term], x: PyTree) -> None:
     by_layer = [kernel for kernel in kernels if isinstance(kernel, LayerWise)]
     if not by_layer or len(by_layer) < len(terms):
         return
-    alike = [kernel.alike(x) for kernel in by_layer]
-    stuck = [name for name in alike[0] if all(name in names for names in alike)]
+    stuck = _stuck(by_layer, x)
     if not stuck:
         return
     layers = tuple(dict.fromkeys(name.rpartition("/")[0] for name in leaf_names(x)))
     advice = "put each into a group with a leaf that differs, or start it spread"
-    if not LayerWise(by_layer[0].kernel, layers).alike(x):
+    if not _stuck([LayerWise(by_layer[0].kernel, layers)], x):
         advice = f"group leaves by layer, LayerWise(groups={layers!r}), or start these spread"
     raise ParticleError(
         f"the leaves {stuck} are the same in all {num_particles(x)} particles, and so is every group of LayerWise that they are in: Stein's "
         "force on them is the same for every particle, and they never part; expected groups that differ. As for biases that start at "
         f"zero, {advice}"
     )
+
+
+def _stuck(kernels: Sequence[LayerWise], x: PyTree) -> list[str]:
+    """The leaves that are the same in all particles and in no group with one that differs, or that will."""
+    leaves = jax.tree.leaves(x)
+    full = {i for i, leaf in enumerate(leaves) if leaf.size}
+    stuck = {i for i in full if all_equal([leaves[i]])}
+    groups = [full.intersection(places) for kernel in kernels for places in kernel.places(x)]
+    for _ in groups:  # what one kernel parts, another hands on to the rest of its group
+        stuck.difference_update(*[group for group in groups if group - stuck])
+    return [name for i, name in enumerate(leaf_names(x)) if i in stuck]

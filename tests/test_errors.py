@@ -772,7 +772,8 @@ def test_what_networks_need():
             ),
         ):
             with pytest.raises(
-                E.OptionError, match="expected a number or a function of the parameters"
+                E.OptionError,
+                match="expected a number or a function of the parameters or 'network'",
             ):
                 refused()
 

@@ -345,10 +345,8 @@ def test_kernels_lower_for_a_gpu(dim, wide, monkeypatch):
         with jax.default_matmul_precision("BF16_BF16_F32"):
             other = jitted(everything).trace(*args).lower(lowering_platforms=("cuda",))
     assert program.as_text().count("triton") >= 5
-    rounded = [text.as_text().count("bf16") for text in (program, other)]
-    assert (
-        rounded[0] == rounded[1] == 0
-    )  # what a kernel's products round to is not a matter of settings
+    # What a kernel's products round to is not a matter of settings.
+    assert other.as_text() == program.as_text()
 
 
 PASSES = {  # kernels over all pairs that a velocity takes: densities come before the forces that need them

@@ -137,6 +137,21 @@ def test_leaves_that_start_alike_and_would_stay_so_are_refused(key):
         assert np.all(np.std(moved(flow(*terms)), 0) > 1e-4)
 
 
+def test_leaves_that_part_by_way_of_others(key):
+    """One kernel parts m from w, the other l from m; leaves without numbers part nothing."""
+    x = {"l": jnp.zeros((M, 2)), "m": jnp.zeros((M, 2)), "w": jax.random.normal(key, (M, 2)), "none": jnp.zeros((M, 0))}  # fmt: skip
+    target = px.Target(lambda p: -jnp.sum((p["w"] - p["m"]) ** 2 + (p["m"] - p["l"] - 1) ** 2))
+    stein = lambda *groups: px.Stein(kernel=LayerWise(groups=(*groups, "none")))
+    flow = lambda *terms: px.Flow(target, terms, px.integrators.Euler(0.1))
+    both = flow(stein(("l", "m"), "w"), stein("l", ("m", "w")))
+    result = px.run(both, x, steps=20, key=key, progress=False)
+    assert np.all(np.std(result.particles["l"], 0) > 1e-3)
+    with pytest.raises(px.errors.ParticleError, match=r"the leaves \['l', 'm'\] are the same"):
+        flow(stein(("l", "m"), "w")).init(x)
+    with pytest.raises(px.errors.ParticleError, match=r"the leaves \['l'\] are the same"):
+        flow(stein("l", ("m", "w")), stein("l", "m", "w")).init(x)
+
+
 def test_a_mixing_metric_is_refused():
     target = px.Target(lambda p: -jnp.sum(p["out"] ** 2))
     with pytest.raises(OptionError, match="Ensemble metric mixes coordinates"):

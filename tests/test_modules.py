@@ -519,8 +519,85 @@ def test_random_says_so_where_it_cannot_be_seen(key):
     assert net.stateful
     outputs, _ = net.forward(one(init(net, key, 1)[0]), jnp.ones((4, 3)), (), key)
     assert len(np.unique(outputs)) == 12
-    quiet = modules.nnx(lambda rngs: Nnx(False, 0.5, rngs), random=False)
-    assert not quiet.stateful
+
+
+class Dropping(eqx.Module):
+    """Without a key, an Equinox module that drops can only predict."""
+
+    line: eqx.nn.Linear
+    drop: eqx.nn.Dropout
+
+    def __init__(self, key):
+        self.line, self.drop = eqx.nn.Linear(3, 2, key=key), eqx.nn.Dropout(0.5)
+
+    def __call__(self, x):
+        return self.drop(self.line(x))
+
+
+class DroppingByKey(Dropping):
+    def __call__(self, x, key=None):
+        return self.drop(self.line(x), key=key)
+
+
+@pytest.mark.parametrize("kind", ["equinox", "equinox with a key", "nnx"])
+def test_a_network_that_is_not_to_drop_is_trained_as_it_predicts(key, kind):
+    if kind == "nnx":
+        net = modules.nnx(lambda rngs: Nnx(False, 0.5, rngs), random=False)
+    else:
+        net = modules.equinox(Dropping if kind == "equinox" else DroppingByKey, random=False)
+    assert not net.stateful
+    params, x = net.init(key, 3), RNG.normal(size=(5, 3)).astype(np.float32)
+    outputs = net.apply(one(params), x)
+    np.testing.assert_array_equal(outputs, net.apply(one(params), x))
+    flow = px.svgd(networks.classifier(net, num_data=5), step_size=1e-3)
+    data = {"x": x, "y": np.array([0, 1, 1, 0, 1])}
+    result = px.run(flow, params, steps=2, key=key, data=data, progress=False)
+    assert px.predictive.categorical(net, result, x).probs.shape[0] == 5
+
+
+@pytest.mark.parametrize("kind", [np.array, jnp.array])
+def test_training_that_differs_in_an_array_alone(key, kind):
+    """Arrays are not printed with what is computed from them."""
+    scales = kind([0.1, 0.1]), kind([1.0, 1.0])
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            return nn.Dense(2)(x) * (scales[0] if train else scales[1])
+
+    class Both(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            return nn.Dense(2)(x) * (scales[0] if train else kind([0.1, 0.1]))
+
+    class Equinox(eqx.Module):
+        line: eqx.nn.Linear
+        inference: bool = False
+
+        def __call__(self, x):
+            return self.line(x) * scales[1 if self.inference else 0]
+
+    assert modules.linen(Linen(), jnp.ones((1, 3))).stateful
+    assert not modules.linen(Both(), jnp.ones((1, 3))).stateful
+    net = modules.equinox(lambda key: Equinox(eqx.nn.Linear(3, 2, key=key)))
+    with pytest.raises(
+        TargetError, match=r"something else in training.*random=True, or random=False"
+    ):
+        net.apply(one(net.init(key, 1)), jnp.ones((4, 3)))
+    counted = []
+
+    class Counting(Equinox):
+        def __call__(self, x):
+            counted.append(1)
+            return self.line(x)
+
+    net = modules.equinox(lambda key: Counting(eqx.nn.Linear(3, 2, key=key)))
+    params = one(net.init(key, 1))
+    calls = [len(counted)]
+    for _ in range(3):
+        net.apply(params, jnp.ones((4, 3)))
+        calls.append(len(counted))
+    assert np.diff(calls).tolist() == [3, 1, 1]  # looked at once for each shape
 
 
 # ----------------------------------------------------------------------------------- the switch
@@ -917,3 +994,54 @@ def test_only_the_particles_of_a_partly_bayesian_module(key):
     flow = px.svgd(px.networks.classifier(net, num_data=20), optimizer=optax.adam(0.01))
     with pytest.raises(ParticleError, match="shared=trunk too, and for predictions the run's"):
         px.run(flow, head, steps=1, key=key, data=rows(), progress=False)
+
+
+@pytest.mark.parametrize("kind", ["equinox", "linen", "nnx", "stateful linen", "stateful equinox"])
+def test_modules_that_return_means_and_sds(kind):
+    """A noise of each datum, from the module to the prediction."""
+    x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    y, key = x[:, 0], jax.random.key(0)
+    both = lambda h: (h[..., 0], jax.nn.softplus(h[..., 1]) + 1e-3)
+
+    if "equinox" in kind:
+
+        class Net(eqx.Module):
+            line: eqx.nn.Linear
+            drop: eqx.Module | None = None
+
+            def __call__(self, x, key=None):
+                return both(self.line(self.drop(x, key=key) if self.drop else x))
+
+        drop = eqx.nn.Dropout(0.1) if "stateful" in kind else None
+        net = px.modules.equinox(lambda key: Net(eqx.nn.Linear(3, 2, key=key), drop))
+    elif "linen" in kind:
+        linen = pytest.importorskip("flax.linen", reason="needs flax")
+
+        class Net(linen.Module):
+            @linen.compact
+            def __call__(self, x, train=False):
+                if "stateful" in kind:
+                    x = linen.BatchNorm(use_running_average=not train)(x)
+                return both(linen.Dense(2)(x))
+
+        net = px.modules.linen(Net(), x[:1])
+    else:
+        nnx = pytest.importorskip("flax.nnx", reason="needs flax")
+
+        class Net(nnx.Module):
+            def __init__(self, rngs):
+                self.line = nnx.Linear(3, 2, rngs=rngs)
+
+            def __call__(self, x):
+                return both(self.line(x))
+
+        net = px.modules.nnx(Net)
+
+    target = px.networks.regressor(net, num_data=40, noise="network")
+    flow, start = px.w_sgld_b(target, optimizer=optax.adam(0.05)), net.init(key, 4)
+    state = flow.init(*start) if net.stateful else start
+    result = px.run(flow, state, steps=300, key=key, data={"x": x, "y": y}, progress=False)
+    pred = px.predictive.normal(net, result, x, noise="network")
+    assert pred.sds.shape == (4, 40)
+    assert pred.score(y).rmse < 0.3
+    assert pred.sd.mean() < 0.5

@@ -131,6 +131,84 @@ def test_regressor_is_the_formula(key, learned):
         np.testing.assert_allclose(values[place], whole, rtol=1e-4)
 
 
+def varied(params, x):
+    """Means and sds of two outputs."""
+    h = x @ params["w"]
+    return h[:, :2], jnp.exp(h[:, 2:])
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_noise_of_each_datum_is_the_formula(key, stateful, masked):
+    x, y = RNG.normal(size=(6, 4)), RNG.normal(size=(6, 2))
+    mask = RNG.random((6, 2)) < 0.6 if masked else np.ones((6, 2), bool)
+    cloud = {"w": jax.random.normal(key, (3, 4, 4)) / 2}
+    forward = lambda p, x, carried, key: (varied(p, x), carried)
+    begin = lambda key: ({"w": jnp.zeros((4, 4))}, ())
+    net = networks.Network(begin, lambda p, x, c: varied(p, x), forward, stateful=True) if stateful else varied  # fmt: skip
+    target = networks.regressor(net, num_data=12, noise="network", prior=2.0, temperature=0.5)
+    batch = {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y, jnp.float32)}
+    batch |= {"mask": jnp.asarray(mask)} if masked else {}
+    values = target.evaluate(cloud, batch, key=key).log_density
+    for place in range(3):
+        w = np.asarray(cloud["w"][place], float)
+        means, sds = (x @ w)[:, :2], np.exp((x @ w)[:, 2:])
+        each = -0.5 * ((y - means) / sds) ** 2 - np.log(sds) - 0.5 * np.log(2 * np.pi)
+        whole = (2 * each[mask].sum() - np.sum(w**2) / 4) / 0.5
+        np.testing.assert_allclose(values[place], whole, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("apply", "noise", "words"),
+    [
+        (lambda w, x: x @ w, "network", r"one array of shape \(6,\) and the noise is 'network'; expected the pair \(means, sds\)"),
+        (lambda w, x: (x @ w, jnp.ones(3)), "network", r"means of shape \(6,\) and sds of shape \(3,\)"),
+        (lambda w, x: (x @ w, jnp.arange(6)), "network", "int32 outputs; expected real numbers"),
+        (lambda w, x: (x @ w, jnp.ones(6)), 1.0, "returned tuple as outputs.*noise='network'"),
+        (lambda w, x: (x[:, :2], x[:, 2:]), "network", r"shape \(6, 2\) for targets of shape \(6,\)"),
+    ],
+)  # fmt: skip
+def test_pairs_that_do_not_fit(key, apply, noise, words):
+    target = networks.regressor(apply, num_data=6, noise=noise)
+    data = {"x": np.ones((6, 4), np.float32), "y": np.ones(6, np.float32)}
+    with pytest.raises(TargetError, match=words):
+        px.run(px.svgd(target, step_size=0.1), jax.random.normal(key, (3, 4)), steps=1, key=key, data=data, progress=False)  # fmt: skip
+
+
+def test_a_network_learns_where_data_are_noisy(key):
+    """From data to predictions: sds that grow with |x|, coverage as it should be, and a better density than with one sd for all."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-2, 2, (600, 1)).astype(np.float32)
+    sd = 0.1 + 0.4 * np.abs(x[:, 0])
+    y = (np.sin(2 * x[:, 0]) + sd * rng.normal(size=600)).astype(np.float32)
+    begin = lambda key: {"in": 2 * jax.random.normal(key, (2, 30)), "out": jnp.zeros((30, 2))}
+
+    def both(p, x):
+        h = jnp.tanh(jnp.concatenate([x, jnp.ones_like(x)], 1) @ p["in"]) @ p["out"]
+        return h[:, 0], jax.nn.softplus(h[:, 1]) + 1e-3
+
+    data = px.Minibatches({"x": x[:400], "y": y[:400]}, 50)
+
+    def learned(apply, noise):
+        net = networks.Network(begin, apply)
+        target = networks.regressor(net, num_data=400, noise=noise)
+        flow = px.w_sgld_b(target, optimizer=optax.adam(0.02))
+        result = px.run(flow, net.init(key, 8), steps=600, key=key, data=data, progress=False)
+        return px.predictive.normal(net, result, x[400:], noise=noise)
+
+    pred, plain = learned(both, "network"), learned(lambda p, x: both(p, x)[0], 0.45)
+    assert np.corrcoef(pred.sd, sd[400:])[0, 1] > 0.8
+    score = pred.score(y[400:])
+    assert 0.82 < score.coverage < 0.97
+    assert score.log_density > plain.score(y[400:]).log_density + 0.05
+
+
+@pytest.mark.parametrize("names", [{"layer0"}, np.array(["layer0"]), (n for n in ["layer0"])])
+def test_names_in_any_collection(net, key, names):
+    head, trunk = networks.split(net.init(key, 3), names)
+    assert head["layer1"]["w"] is None and trunk["layer0"]["w"] is None
+
+
 def test_prior_by_layer(net, key):
     params = one(net.init(key, 1), 0)
     given = networks.GaussianPrior({"": 2.0, "layer1": 0.5, "layer1/b": 0.1})

@@ -214,6 +214,24 @@ def test_a_particle_far_away_leaves_the_median_alone():
         np.testing.assert_allclose(h, ref.median_sqdist(wide) / np.log(60), rtol=1e-5)
 
 
+@pytest.mark.parametrize("place", [0, 3, 10, 19])
+@pytest.mark.parametrize(("centre", "other"), [(1e4, 0.0), (1e4, 1.0), (1e4, -1e4), (1e9, 0.0)])
+def test_a_collapsed_cloud_and_a_particle_near_the_origin(centre, other, place, key):
+    """Distances are rounding, whatever one particle is: the bandwidth's floor keeps forces small and finite."""
+    noise = 1e-3 * np.random.default_rng(0).integers(-1, 2, (20, 2))
+    x = (centre + noise).astype(np.float32)
+    x[place] = other
+    square = float(pairwise.typical_square(jnp.asarray(x)))
+    np.testing.assert_allclose(square, 2 * centre**2, rtol=1e-4)
+    target = px.Target(lambda x: -0.5 * jnp.sum((x - centre) ** 2))
+    flow = px.svgd(target, step_size=0.1)
+    with jax.debug_infs(True):
+        moved = flow.step(key, flow.init(x))[0].particles
+    others = np.arange(20) != place
+    assert np.abs(np.asarray(moved, float) - x)[others].max() < 1e-4 * centre
+    assert np.all(np.isfinite(moved))
+
+
 def test_derivatives_with_a_particle_at_the_origin(key):
     flow = px.svgd(px.Target(lambda x: -0.5 * jnp.sum(x**2)), step_size=0.1)
     x = jax.random.normal(key, (10, 2)).at[3].set(0.0)
@@ -321,3 +339,7 @@ def test_weights_in_one_ratio_give_the_same_sum(num, dim, centre):
     )(args[0])
     one, two = slope(2 / h), slope(None)
     np.testing.assert_allclose(one, two, atol=1e-3 * float(jnp.abs(two).max()))
+
+
+def test_clouds_without_coordinates():
+    np.testing.assert_array_equal(pairwise.sqdist(jnp.zeros((6, 0)), jnp.zeros((4, 0))), 0.0)

@@ -939,6 +939,36 @@ def test_numbers_with_a_noise_of_each_row(kind):
     np.testing.assert_allclose(row.sd, np.sqrt(sds[0] ** 2 + means.var(0)), rtol=some)
 
 
+@pytest.mark.parametrize("tail", [(), (2,), (4, 2)])
+def test_a_noise_that_the_network_returns(tail):
+    """In batches, as the mixture of its arrays; stateful networks and histories through the same door."""
+    rng = np.random.default_rng(5)
+    cloud, x, y = rng.normal(size=3), rng.normal(size=(7, *tail)), rng.normal(size=(7, *tail))
+    both = lambda w, x: (w * x, jnp.exp(0.3 * w * x))
+    pred = plain.normal(both, cloud, x, noise="network", batch_size=3)
+    means = cloud.reshape(3, *[1] * x.ndim) * x
+    sds = np.exp(0.3 * means)
+    each = -0.5 * ((y - means) / sds) ** 2 - np.log(sds) - 0.5 * np.log(2 * np.pi)
+    truth = np.log(np.exp(each.reshape(3, 7, -1).sum(-1)).mean(0))
+    np.testing.assert_allclose(pred.log_density(y), truth, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(pred.sd, np.sqrt((sds**2).mean(0) + means.var(0)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("apply", "noise", "words"),
+    [
+        (lambda w, x: w * x, "network", "expected the pair"),
+        (lambda w, x: (w * x, w + 0 * x), "network", "sds down to -1.0; expected sds > 0"),
+        (lambda w, x: (w * x, jnp.log(w) + 0 * x), "network", "NaN or infinity for particle 1 and row 0"),
+        (lambda w, x: (w * x, jnp.exp(x)), 1.0, "or with noise='network' a pair"),
+        (lambda w, x: w * x, lambda w: jnp.ones(12), "apply returns the pair .*noise='network'"),
+    ],
+)  # fmt: skip
+def test_pairs_that_do_not_fit(apply, noise, words):
+    with refused(E.TargetError, words):
+        plain.normal(apply, jnp.array([1.0, -1.0]), jnp.linspace(0, 1, 9), noise=noise)
+
+
 @pytest.mark.parametrize(
     ("means", "sds", "words"),
     [
@@ -977,6 +1007,12 @@ def test_sequences_of_numbers():
 def test_inputs_that_are_words(words):
     with refused(E.DataError, "has dtype .*; expected numbers"):
         plain.normal(lambda w, x: w * x, jnp.ones(2), words, noise=1.0)
+
+
+def test_inputs_with_random_keys(key):
+    x = {"a": jnp.ones((4, 2)), "keys": jax.random.split(key, 4)}
+    pred = plain.normal(lambda w, x: x["a"] @ w, jnp.ones((3, 2)), x, noise=1.0)
+    np.testing.assert_array_equal(pred.mean, 2.0)
 
 
 def test_what_an_observer_sees_predicts(key):

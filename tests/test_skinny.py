@@ -265,7 +265,7 @@ def test_interactions_of_networks(mode):
     ]
     assert relative(flat(px.diffusions.Blob()(cloud, None, ())[0].drift), blob) < 3e-5
     np.testing.assert_allclose(pairwise.sqdist(x, x), r2, rtol=2e-5, atol=1e-2)
-    np.testing.assert_allclose(pairwise.mean_square(x), size_of(points, mode), rtol=1e-6)
+    np.testing.assert_allclose(pairwise.typical_square(x), size_of(points, mode), rtol=1e-6)
     np.testing.assert_allclose(
         pairwise.logsumexp(x, x, lambda r2: -r2 / h), np.log(mass), rtol=1e-4
     )
