@@ -20,6 +20,8 @@ PAPER = {
     "bnc": {"SGD": 102.89, "SGLD": 95.13, "SVGD": 94.99, "w-SGLD": 93.68, "pi-SGLD": 92.33},
 }
 POINT = ("SGD", "RMSprop", "Adam")
+OWN = {"SGLD": {"sgld": "rate", "floor": "floor"}, "SGLD, cold": {"cold": "temperature", "rmsprop": "rate", "floor": "floor"}}  # fmt: skip
+"""By method, settings that it has for itself: named where records differ in them."""
 
 
 def facts(corpus: Corpus) -> dict[str, Any]:
@@ -53,6 +55,22 @@ def _sampled(r: dict) -> bool:
     return r["config"].get("samples", 0) > 0 and few < r["corpus"]["vocabulary"]
 
 
+def _titles(found: list[dict], name: str) -> dict[int, str]:
+    """By record: its method, after the corpus if the table is not of one, and before those of its own settings in which records differ."""
+    said = {}
+    for r in found:
+        method = r["config"]["method"]
+        mine = [other["config"] for other in found if other["config"]["method"] == method]
+        varied = [
+            f"{word} {r['config'].get(key):g}"
+            for key, word in OWN.get(method, {}).items()
+            if len({config.get(key) for config in mine}) > 1
+        ]
+        corpus = "" if name else f"{r['config']['corpus']}: "
+        said[id(r)] = corpus + ", ".join([method, *varied])
+    return said
+
+
 def table(found: list[dict], name: str) -> report.Rows:
     """By method and how it was trained: the paper's test perplexity, ours for the mixture and for single networks, and validation's.
 
@@ -65,13 +83,14 @@ def table(found: list[dict], name: str) -> report.Rows:
     here = [
         r for r in found if fits(r["config"]["corpus"]) and r["evaluation"][0] == r["evaluation"][1]
     ]
-    title = lambda c: ("" if name else f"{c['corpus']}: ") + c["method"]
+    titles = _titles(here, name)
     label = lambda r: (
-        title(r["config"]), r["config"]["epochs"], r["config"].get("vectors", False), _sampled(r)
+        titles[id(r)], r["config"]["epochs"], r["config"].get("vectors", False), _sampled(r)
     )  # fmt: skip
     groups = sorted(dict.fromkeys(map(label, here)), key=lambda group: group[1])
     for group in groups:
-        mine, (method, epochs, vectors, some) = [r for r in here if label(r) == group], group
+        mine, (title, epochs, vectors, some) = [r for r in here if label(r) == group], group
+        method = mine[0]["config"]["method"]
         seen = [r["metrics"] for r in mine]
         mean = {key: np.mean([m[key] for m in seen]) for key in seen[0]}
         spread = f" ±{np.std([m['test'] for m in seen]):.2f}" if len(seen) > 1 else ""
@@ -79,7 +98,7 @@ def table(found: list[dict], name: str) -> report.Rows:
         what = " (ensemble)" if method in POINT else ""
         early = f" (best {mean['epoch']:.1f})" if mean["epoch"] < 0.99 * epochs else ""
         rows.append([
-            method, f"{epochs:g}{early}", "the text" if vectors else "noise", "sampled" if some else "whole", str(len(seen)), "-" if paper is None else f"{paper:.2f}", f"{mean['test']:.2f}{spread}{what}",
+            title, f"{epochs:g}{early}", "the text" if vectors else "noise", "sampled" if some else "whole", str(len(seen)), "-" if paper is None else f"{paper:.2f}", f"{mean['test']:.2f}{spread}{what}",
             f"{mean['single_test']:.2f} ±{mean['single_test_sd']:.2f}", f"{mean['valid']:.2f}", f"{mean['single_valid']:.2f}",
         ])  # fmt: skip
     return rows

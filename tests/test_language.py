@@ -699,8 +699,17 @@ def test_tables_of_records():
         ["SGD", "2", "noise", "whole", "2"], ["SGD", "8 (best 2.0)", "the text", "whole", "2"],
         ["SGD", "8 (best 2.0)", "the text", "sampled", "1"],
     ]  # fmt: skip
+    cold = entry | {"config": entry["config"] | {"method": "SGLD, cold", "cold": 1e-3, "rmsprop": 1e-3, "floor": 1e-5}}  # fmt: skip
+    colder = cold | {"config": cold["config"] | {"cold": 1e-5, "rmsprop": 3e-3}}
+    assert language_tables.table([cold, cold], "imdb")[1][0] == "SGLD, cold"
+    rows = language_tables.table([cold, colder, colder], "imdb")[1:]
+    assert [(row[0], row[4], row[5]) for row in rows] == [
+        ("SGLD, cold, temperature 0.001, rate 0.001", "1", "68.12"), ("SGLD, cold, temperature 1e-05, rate 0.003", "2", "68.12"),
+    ]  # fmt: skip
     assert len(language_tables.table([entry], "bnc")) == 1
     other = entry | {"config": {"corpus": "mine", "method": "SVGD", "epochs": 2.0}}
     row = language_tables.table([entry, other], "")[1]
-    assert (row[0], row[5]) == ("mine: SVGD", "-")
+    assert (row[0], row[5], row[6]) == ("mine: SVGD", "-", "70.00")
+    alone = entry | {"config": other["config"] | {"method": "SGD"}}
+    assert language_tables.table([alone], "")[1][6] == "70.00 (ensemble)"
     assert language_tables.corpora([entry])[1][:4] == ["imdb", "44", "train", "300"]
