@@ -71,6 +71,7 @@ LAYERS = [
     "zoo",
     "diagnostics",
     "sweep",
+    "mixtures",
     "predictive",
     "modes",
     "evidence",

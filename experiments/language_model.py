@@ -162,7 +162,9 @@ def _sampled_scores(
     rows = jnp.concatenate([table[:head], table[sample.words]]).astype(kind)
     some = jnp.concatenate([bias[:head], bias[sample.words] + sample.log_weight])
     logits, truth = product(states, rows.T, kind, kind), table[y].astype(kind)
-    own = jnp.sum(states.astype(jnp.float32) * truth.astype(jnp.float32), -1) + bias[y]
+    alone = jnp.sum(states.astype(jnp.float32) * truth.astype(jnp.float32), -1)
+    # A word of the head as it is in the denominator, rounded to `kind`, or it could be more probable than 1.
+    own = jnp.where(y < head, chosen(logits, jnp.minimum(y, head - 1)), alone) + bias[y]
     others = logsumexp(logits, some, _counted(shape, y, sample.words))
     total = jnp.where(y < head, others, jnp.logaddexp(others, own))
     return own - total, (states, rows, some, y, sample.words, truth, logits, total, own, bias)

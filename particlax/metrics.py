@@ -79,11 +79,12 @@ class Diagonal(Metric):
     def frame(self, x: PyTree) -> Frame:
         mean = jax.tree.map(lambda a: jnp.mean(a, 0, keepdims=True), x)
         rest = jax.tree.map(lambda a, m: jnp.mean(a - m, 0, keepdims=True), x, mean)
-        # A coordinate without spread has no scale of its own; tiny keeps its z at zero, not NaN.
-        sd = jax.tree.map(
-            lambda a: jnp.maximum(jnp.std(a, 0, keepdims=True), jnp.finfo(a.dtype).tiny), x
-        )
-        return _Scaled(mean, rest, sd)
+
+        def spread(a: Array, m: Array, r: Array) -> Array:
+            # jnp.std would be around the rounded mean. A coordinate without spread has no scale of its own; tiny keeps its z at zero, not NaN.
+            return jnp.maximum(jnp.std(a - m - r, 0, keepdims=True), jnp.finfo(a.dtype).tiny)
+
+        return _Scaled(mean, rest, jax.tree.map(spread, x, mean, rest))
 
     def check(self, particles: PyTree) -> None:
         _spread(particles, "Diagonal", 2)

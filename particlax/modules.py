@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from particlax import errors
 from particlax.errors import OptionError, TargetError, known_options
 from particlax.networks import Network, leaf_names
-from particlax.tracing import computed_alike, depends
+from particlax.tracing import computed_alike, depends, uses_last
 
 __all__ = ["equinox", "linen", "nnx"]
 
@@ -40,15 +40,16 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     """The network of `make(key)`, an Equinox module that takes one example: it is vmapped over the batch.
 
     The module may take `key`, and `state` if it returns (outputs, state). It predicts in `eqx.nn.inference_mode`. The batch axis has the
-    name that `eqx.nn.BatchNorm` was given, or "batch". Arrays that are not floats, and NumPy's, are the same in all networks (so hold
-    constants as NumPy arrays). An active `eqx.nn.Dropout`,
+    name that `eqx.nn.BatchNorm` was given, or "batch". Arrays that are not floats, and NumPy's, are the same in all networks and stay as
+    they are: hold constants and weights that are not to move as NumPy arrays. An active `eqx.nn.Dropout`,
     or a `key` without default, tells that it draws random numbers; `random` says so, or not, where that misleads.
 
     >>> net = equinox(lambda key: eqx.nn.MLP(4, 3, 8, 1, key=key))
     >>> leaf_names(net.init(jax.random.key(0), 5))
     ['layers/0/weight', 'layers/0/bias', 'layers/1/weight', 'layers/1/bias']
     """
-    build, shape = lambda key: _with_state(make(key)), "key: eqx.nn.MLP(4, 3, 8, 1, key=key)"
+    called, shape = _maker(make, "key"), "key: eqx.nn.MLP(4, 3, 8, 1, key=key)"
+    build = lambda key: _with_state(called(key))
     model, state = _made(make, lambda: build(jax.random.key(0)), eqx.Module, shape)
     (takes, needs, words), name, keeps = _call(model), type(model).__name__, state != ()
     drops, norms = _layers(model, eqx.nn.Dropout), _layers(model, eqx.nn.BatchNorm)
@@ -57,7 +58,8 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     needs_key = draws if random is None else random and draws
     _check_call(model, ["state"] * keeps + ["key"] * needs_key, ["state", "key"])
     asked, random = random, draws if random is None else random
-    split: Any = lambda model: eqx.partition(model, eqx.is_inexact_array)
+    is_parameter = lambda leaf: isinstance(leaf, jax.Array) and eqx.is_inexact_array(leaf)
+    split: Any = lambda model: eqx.partition(model, is_parameter)
     like, trains = split(model)
     modes = (split(eqx.nn.inference_mode(model))[1], trains)
 
@@ -164,8 +166,9 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     ['bias', 'kernel']
     """
     lib = _flax("nnx")
-    build, shape = lambda: make(lib.Rngs(jax.random.key(0))), "rngs: nnx.Linear(4, 3, rngs=rngs)"
-    model, _ = _made(make, lambda: (build(), ()), lib.Module, shape)
+    called, shape = _maker(make, "rngs"), "rngs: nnx.Linear(4, 3, rngs=rngs)"
+    build = lambda key: called(lib.Rngs(key))
+    model, _ = _made(make, lambda: (build(jax.random.key(0)), ()), lib.Module, shape)
     (takes, needs, words), name = _call(model), type(model).__name__
     kept = lib.All(lib.Variable, lib.Not(lib.Any(lib.Param, lib.RngState, lib.Intermediate)))
     split = lambda module: lib.split(module, lib.Param, kept, lib.RngState, ...)
@@ -180,7 +183,7 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     asked, random = random, draws or dry or "rngs" in needs if random is None else random
 
     def start(key: Any) -> tuple[PyTree, PyTree]:
-        _, params, carried, *_ = split(make(lib.Rngs(key)))
+        _, params, carried, *_ = split(build(key))
         return pure(params), pure(carried)
 
     def run(params: PyTree, carried: PyTree, x: Any, keys: Any) -> Any:
@@ -190,7 +193,7 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
         if "rngs" in takes:
             given["rngs"] = lib.Rngs(keys[1]) if keys else None
 
-        def called(base: Any) -> Any:
+        def outcome(base: Any) -> Any:
             streams = _reseeded(likes[2], base)
             parts = map(_filled, likes, (params, carried, streams, likes[3]))
             module = lib.merge(modes[bool(keys)], *parts)
@@ -199,9 +202,9 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
             drew = any(a is not b for a, b in zip(streams, after, strict=True))
             return out, pure(lib.state(module, kept)), drew
 
-        out, carried, drew = called(keys[0] if keys else jax.random.key(0))
+        out, carried, drew = outcome(keys[0] if keys else jax.random.key(0))
         # Cells of recurrent networks take a number to make zeros of.
-        if not keys and drew and depends(lambda base: called(base)[0]):
+        if not keys and drew and depends(lambda base: outcome(base)[0]):
             raise TargetError(f"{name} draws random numbers in prediction too; {SWITCH}")
         return out, carried
 
@@ -222,11 +225,16 @@ def _call(module: Any) -> tuple[list[str], list[str], list[dict[str, Any]]]:
 def _check_call(module: Any, wanted: list[str], given: Any) -> None:
     """Refuse a module whose call does not take what its layers need, or needs what nobody gives."""
     names, needs, words = _call(module)
-    takes = f"the call of {type(module).__name__} takes {['x', *names]}"
+    takes = f"the call of {type(module).__name__} takes {[*inspect.signature(module.__call__).parameters][:1] + names}"
     if missing := [word for word in wanted if word not in names]:
         raise OptionError(f"{takes}, but its layers need {missing[0]!r}; expected that in it too")
     if unknown := [word for word in needs if word not in (*given, *words[0])]:
-        do = "wrap it, or tell linen, as in train={'mode': 'fit'}, predict={'mode': 'use'}"
+        linen = type(module).__module__.startswith("flax.linen") or hasattr(module, "clone")
+        do = "give it a default, wrap the module in one that takes x alone, or pass all inputs as one pytree x"
+        if linen:
+            do = "wrap it, or tell linen, as in train={'mode': 'fit'}, predict={'mode': 'use'}"
+        elif words[0] == {}:
+            do += f". A switch between training and prediction is called {', '.join(SWITCHES)}"
         raise OptionError(f"{takes}, but nothing gives {unknown[0]!r}; expected x alone: {do}")
 
 
@@ -243,9 +251,7 @@ def _examined(name: str, initial: Any, run: Any, x: Any) -> tuple[Any, bool]:
     if _shapes(new) != _shapes(like[1]):
         came = f"arrays of shapes {_shapes(like[1])}, and {_shapes(new)} after a step"
         raise OptionError(f"{name} carries {came}; expected no change: leave out what it sows")
-    used = [var for equation in made.eqns for var in equation.invars]
-    draws = any(var is key for var in used for key in made.jaxpr.invars[-2:])
-    return like, draws or not computed_alike(run, like, x)
+    return like, uses_last(made, 2) or not computed_alike(run, like, x)
 
 
 def _reseeded(streams: Any, base: Any) -> list[Any]:
@@ -266,7 +272,9 @@ def _network(
     wanted, stateful = [_shapes(part) for part in like], random or bool(_shapes(like[1]))
     names = leaf_names(like[0])
     if not wanted[0]:
-        raise OptionError(f"{name} has no float parameters; expected at least one float array")
+        raise OptionError(
+            f"{name} has no float parameters; expected at least one float array. NumPy arrays stay as they are: jnp.asarray makes a parameter of one"
+        )
     for path, leaf in zip(leaf_names(like[0]), jax.tree.leaves(like[0]), strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             wish = "expected real floats: hold a complex one as two, whole numbers elsewhere"
@@ -340,6 +348,16 @@ def _made(make: Any, build: Any, base: type, shape: str) -> tuple[Any, Any]:
     if not isinstance(model, base) or not callable(model):
         raise OptionError(f"make returned a {type(model).__name__}; {wanted}")
     return model, state
+
+
+def _maker(make: Any, name: str) -> Any:
+    """`make` as a function of what it takes by position, or by this name alone, as many classes do."""
+    try:
+        takes = inspect.signature(make.__init__ if isinstance(make, type) else make).parameters
+    except (TypeError, ValueError):
+        return make
+    alone = name in takes and takes[name].kind is inspect.Parameter.KEYWORD_ONLY
+    return (lambda value: make(**{name: value})) if alone else make
 
 
 def _with_state(made: Any) -> tuple[Any, Any]:

@@ -138,7 +138,8 @@ def window(
         for_share, now = jax.random.split(jax.random.fold_in(key, i))
         share = jax.random.uniform(for_share, (), walkers.x.dtype, 0.5, 1.5)
         wanted = share * tuning.length / jnp.exp(jnp.mean(walkers.log_step))
-        steps = jnp.clip(jnp.ceil(wanted), 1, tuning.most).astype(jnp.int32)
+        most = jnp.asarray(tuning.most, wanted.dtype)
+        steps = jnp.clip(jnp.ceil(wanted), 1, most).astype(jnp.int32)
         walkers, rate, took, broken = _trajectory(density, now, walkers, tuning, steps)
         return (
             walkers,
@@ -162,7 +163,7 @@ def window(
     places = jax.random.split(key, SNAPSHOTS), jnp.arange(SNAPSHOTS)
     (walkers, accepted, moved, count, lost), kept = lax.scan(snapshot, (walkers, *zeros), places)
     x, log_density, score = kept
-    rate = accepted / (until * thin)
+    rate = accepted / jnp.asarray(until * thin, accepted.dtype)
     return walkers, Trace(x, log_density, score, rate, moved, count, lost)
 
 
@@ -174,7 +175,7 @@ def _trajectory(
     for_step, for_momentum, for_test = jax.random.split(key, 3)
     jitter = jax.random.uniform(for_step, (len(x) + 1, 1), x.dtype, JITTER, 1.0)
     careful = jitter[-1] < JITTER + (1 - JITTER) * CAREFUL
-    step = jnp.exp(log_step)[:, None] * jitter[:-1] * jnp.where(careful, CAREFUL, 1.0)
+    step = jnp.exp(log_step)[:, None] * jitter[:-1] * jnp.where(careful, CAREFUL, 1.0)[:, None]
     momentum = jax.random.normal(for_momentum, x.shape, x.dtype)
 
     def leap(_: Any, carry: Any) -> Any:

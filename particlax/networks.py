@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import outputs
@@ -153,7 +154,9 @@ def classifier(
             )
         log_probs = jax.nn.log_softmax(wide(logits))
         # Not looked up: the gradient of that is a sum into places, which a GPU takes in any order.
-        here = labels[..., None] == jnp.arange(logits.shape[-1])
+        here = labels[..., None] == lax.broadcasted_iota(
+            jnp.result_type(labels), logits.shape, logits.ndim - 1
+        )
         classes = (labels >= 0) & (labels < logits.shape[-1])
         chosen = jnp.where(classes, jnp.sum(jnp.where(here, log_probs, 0), -1), jnp.nan)
         return _counted(chosen, batch)
@@ -194,7 +197,9 @@ def regressor(
             )
         sd = wide(found[1]) if own else _sd(noise, params, truth)
         # What does not count must not get into the gradient, not even times 0.
-        error = (jnp.where(_mask(batch, truth), truth, 0) - wide(mean)) / sd
+        mask = _mask(batch, truth)
+        sd = jnp.where(mask, jnp.broadcast_to(sd, truth.shape), 1)
+        error = jnp.where(mask, truth - wide(mean), 0) / sd
         return _counted(-0.5 * error**2 - jnp.log(sd) - 0.5 * jnp.log(2 * jnp.pi), batch)
 
     return _target(network, likelihood, num_data, prior, temperature, with_params=True, pair=own)

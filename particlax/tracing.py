@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 from jaxtyping import PyTree
 
-__all__ = ["computed_alike", "depends"]
+__all__ = ["computed_alike", "depends", "uses_last"]
 
 INNER = (core.Jaxpr, core.ClosedJaxpr)
 
@@ -23,20 +23,49 @@ def depends(function: Callable[..., Any]) -> bool:
     >>> depends(lambda key: jax.random.normal(key)), depends(lambda key: 0 * jnp.ones(3))
     (True, False)
     """
-    jaxpr = jax.make_jaxpr(function)(jax.random.key(0)).jaxpr
-    return any(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+    return uses_last(jax.make_jaxpr(function)(jax.random.key(0)), 1)
+
+
+def uses_last(made: core.ClosedJaxpr, num: int) -> bool:
+    """Whether any of the last `num` inputs is used for what comes out.
+
+    >>> uses_last(jax.make_jaxpr(lambda x, y: x + 0 * jnp.ones(2))(1.0, 2.0), 1)
+    False
+    """
+    wanted = [True] * len(made.jaxpr.outvars)
+    return any(partial_eval.dce_jaxpr(made.jaxpr, wanted)[1][-num:])
 
 
 def computed_alike(run: Callable[..., Any], like: tuple[PyTree, PyTree], x: PyTree) -> bool:
-    """Whether run(params, carried, x, keys) computes its outputs with keys as without, up to random numbers that nothing uses.
+    """Whether run(params, carried, x, keys) computes its outputs and their derivative with keys as without, up to random numbers that nothing uses.
 
     >>> run = lambda p, c, x, keys: ((p * x if keys is None else p * x * jnp.array([2.0])), c)
     >>> computed_alike(run, (jnp.ones(1), ()), jnp.ones(1))
     False
     """
+    plain = [
+        lambda p, c, x, keys: run(p, c, x, None)[0],
+        lambda p, c, x, keys: run(p, c, x, keys)[0],
+    ]
+    try:
+        return _same_traces([_with_derivative(one) for one in plain], like, x)
+    except Exception:  # not to be differentiated in prediction, say
+        return _same_traces(plain, like, x)
+
+
+def _with_derivative(one: Callable[..., Any]) -> Callable[..., Any]:
+    """What is written as a custom derivative is not printed with the function."""
+
+    def both(p: PyTree, *args: Any) -> Any:
+        out, pull = jax.vjp(lambda p: one(p, *args), p)
+        return out, pull(jax.tree.map(_cotangent, out))
+
+    return both
+
+
+def _same_traces(functions: Sequence[Callable[..., Any]], like: Any, x: PyTree) -> bool:
     told, keys = [], tuple(jax.random.split(jax.random.key(0)))
-    for mode in (lambda keys: None, lambda keys: keys):
-        one = lambda p, c, x, keys, mode=mode: run(p, c, x, mode(keys))[0]
+    for one in functions:
         made = jax.make_jaxpr(one)(*like, x, keys)
         wanted = [True] * len(made.jaxpr.outvars)
         kept, _ = partial_eval.dce_jaxpr(made.jaxpr, wanted, instantiate=True)
@@ -44,6 +73,11 @@ def computed_alike(run: Callable[..., Any], like: tuple[PyTree, PyTree], x: PyTr
         told.append((printed, [*_constants(kept, made.consts)]))
     (without, fixed), (given, other) = told
     return without == given and len(fixed) == len(other) and all(map(_same, fixed, other))
+
+
+def _cotangent(out: Any) -> Any:
+    real = jnp.issubdtype(out.dtype, jnp.inexact)
+    return jnp.ones_like(out) if real else np.zeros(out.shape, jax.dtypes.float0)
 
 
 def _constants(jaxpr: Any, values: Sequence[Any] = ()) -> Iterator[Any]:

@@ -453,6 +453,16 @@ def test_no_sampled_score_is_above_one(key):
     assert -1e-6 < score[0] <= 0
 
 
+def test_no_sampled_score_of_the_head_is_above_one_in_16_bits(key):
+    keys, shape = jax.random.split(key), TINY._replace(words=80, head=50, kind="bfloat16")
+    states, table = 3 * jax.random.normal(keys[0], (32, 16)), jax.random.normal(keys[1], (80, 16))
+    y = jnp.argmax((states @ table.T)[:, :50], 1)
+    sample = lm.Sample(jnp.array([60, 70]), jnp.zeros(2))
+    given = states.astype(jnp.bfloat16), (table, jnp.zeros(80)), y, sample
+    assert lm.sampled_scores(shape, *given).max() < 1e-5
+    assert lm.sampled_scores(shape, *given).max() > -0.1  # some are all but sure
+
+
 def test_the_mean_of_a_sampled_sum_is_the_whole_sum(key):
     """Over many draws, for a function that is large where words are rare; and no word of the head, nor beyond the vocabulary."""
     rng, shape = np.random.default_rng(0), lm.Shape(words=40, head=6, samples=8)

@@ -41,10 +41,11 @@ def close(left, right, tolerance=1e-10):
     np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("place,width", [(1e4, 1.0), (1e4, 0.01), (1e5, 1.0)])
 @pytest.mark.parametrize("name", METRICS)
-def test_coordinates_of_a_cloud_far_from_the_origin(name):
+def test_coordinates_of_a_cloud_far_from_the_origin(name, place, width):
     """In float32: the mean of the cloud's own coordinates is zero, and they are those of float64."""
-    x = (1e4 + ref.cloud(50, 3)).astype(np.float32)
+    x = (place + width * ref.cloud(50, 3)).astype(np.float32)
     z = METRICS[name].frame(jnp.asarray(x)).points(jnp.asarray(x))
     wide = x.astype(np.float64) - x.astype(np.float64).mean(0)
     truth = wide / wide.std(0)

@@ -1045,3 +1045,136 @@ def test_modules_that_return_means_and_sds(kind):
     assert pred.sds.shape == (4, 40)
     assert pred.score(y).rmse < 0.3
     assert pred.sd.mean() < 0.5
+
+
+def test_derivatives_that_differ_between_training_and_prediction():
+    """Straight through in training and a step in prediction: values are the same."""
+
+    def sign(slope):
+        @jax.custom_jvp
+        def function(x):
+            return jnp.sign(x)
+
+        function.defjvp(lambda x, t: (jnp.sign(x[0]), slope * t[0]))
+        return function
+
+    soft, hard = sign(1.0), sign(0.0)
+
+    class Net(eqx.Module):
+        line: eqx.nn.Linear
+        inference: bool = False
+
+        def __call__(self, x):
+            return (hard if self.inference else soft)(self.line(x))
+
+    class Same(Net):
+        def __call__(self, x):
+            return soft(jax.nn.relu(self.line(x)))
+
+    make = lambda kind: modules.equinox(lambda key: kind(eqx.nn.Linear(3, 2, key=key)))
+    net = make(Net)
+    with pytest.raises(TargetError, match="something else in training than in prediction"):
+        net.apply(one(net.init(jax.random.key(0), 1)), jnp.ones((4, 3)))
+    net = make(Same)
+    assert net.apply(one(net.init(jax.random.key(0), 1)), jnp.ones((4, 3))).shape == (4, 2)
+
+
+def test_what_cannot_be_differentiated_in_prediction_alone():
+    class Net(eqx.Module):
+        line: eqx.nn.Linear
+        inference: bool = False
+
+        def __call__(self, x):
+            out = self.line(x)
+            if self.inference:
+                out = jax.lax.while_loop(lambda a: jnp.sum(a**2) > 1, lambda a: a / 2, out)
+            return out
+
+    net = modules.equinox(lambda key: Net(eqx.nn.Linear(3, 2, key=key)), random=True)
+    particles, _ = net.init(jax.random.key(0), 2)
+    assert net.apply(one(particles), jnp.ones((4, 3)), ()).shape == (4, 2)
+
+
+@pytest.mark.parametrize("lift", ["remat", "jit", "vmap", "scan"])
+def test_lifted_layers_carry_and_draw_nothing(lift):
+    class Cell(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            x = nn.tanh(nn.Dense(3)(x))
+            return x, x
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            shared = {"split_rngs": {"params": False}}
+            if lift == "scan":
+                return nn.scan(Cell, variable_broadcast="params", length=3, **shared)()(x, None)[0]
+            if lift == "vmap":
+                return nn.vmap(nn.Dense, variable_axes={"params": None}, **shared)(2)(x)
+            return getattr(nn, lift)(nn.Dense)(2)(x)
+
+    assert not modules.linen(Net(), jnp.ones((1, 3))).stateful
+
+
+def test_numpy_arrays_are_not_sampled(key):
+    class Net(eqx.Module):
+        line: eqx.nn.Linear
+        trunk: np.ndarray
+
+        def __init__(self, key):
+            self.line, self.trunk = eqx.nn.Linear(4, 3, key=key), np.full(4, 5.0, np.float32)
+
+        def __call__(self, x):
+            return self.line(x - self.trunk)
+
+    net = modules.equinox(Net)
+    particles = net.init(key, 3)
+    assert networks.leaf_names(particles) == ["line/weight", "line/bias"]
+    x = RNG.normal(size=(6, 4)).astype(np.float32)
+    weight, bias = (np.asarray(a, float) for a in jax.tree.leaves(one(particles)))
+    np.testing.assert_allclose(net.apply(one(particles), x), (x - 5) @ weight.T + bias, rtol=1e-4)
+
+    class Fixed(eqx.Module):
+        weight: np.ndarray
+
+        def __call__(self, x):
+            return self.weight @ x
+
+    with pytest.raises(OptionError, match=r"NumPy arrays stay as they are.*jnp\.asarray"):
+        modules.equinox(lambda key: Fixed(np.ones((2, 4), np.float32)))
+
+
+def test_modules_that_are_made_by_keyword(key):
+    class ByKey(eqx.Module):
+        line: eqx.nn.Linear
+
+        def __init__(self, *, key):
+            self.line = eqx.nn.Linear(4, 3, key=key)
+
+        def __call__(self, x):
+            return self.line(x)
+
+    class ByRngs(nnx.Module):
+        def __init__(self, *, rngs):
+            self.line = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.line(x)
+
+    for net in (modules.equinox(ByKey), modules.nnx(ByRngs)):
+        assert len(jax.tree.leaves(net.init(key, 5))[0]) == 5
+
+
+def test_calls_that_take_more_than_inputs():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.line = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, a, b):
+            return self.line(a + b)
+
+    with pytest.raises(
+        OptionError,
+        match=r"takes \['a', 'b'\], but nothing gives 'b'.*one pytree x.*is called train",
+    ):
+        modules.nnx(Two)  # fmt: skip

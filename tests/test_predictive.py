@@ -1115,3 +1115,69 @@ def test_scores_of_inputs_are_arrays(rng):
     for wrong in (pred, pred.entropy()):
         with pytest.raises(E.DataError, match=r"inside is \w+; expected a score for each input"):
             plain.auroc(wrong, pred.entropy().total)
+
+
+def normal_mixture(tail=(3,)):
+    rng = np.random.default_rng(3)
+    means, sds = 3 * rng.normal(size=(4, 6, *tail)), rng.uniform(0.2, 2, size=(4, 6, *tail))
+    return plain.Normal(means, sds), means, sds
+
+
+@pytest.mark.parametrize("tail", [(), (3,)])
+def test_quantiles_of_numbers(tail):
+    """Where the distribution function, written out, is q."""
+    from scipy.stats import norm
+
+    pred, means, sds = normal_mixture(tail)
+    for q in (0.001, 0.05, 0.5, 0.9):
+        place = pred.quantile(q)
+        assert place.shape == (6, *tail)
+        found = np.mean([norm.cdf(place, m, s) for m, s in zip(means, sds, strict=True)], 0)
+        np.testing.assert_allclose(found, q, rtol=1e-9)
+    low, high = pred.quantile(0.05), pred.quantile(0.95)
+    y = means[0] + sds[0] * np.random.default_rng(4).normal(size=(6, *tail))
+    assert pred.score(y).coverage == pytest.approx(np.mean((y >= low) & (y <= high)))
+    for q in (0.0, 1.0, -1, "half", float("nan")):
+        with refused(E.OptionError, "q is .*; expected"):
+            pred.quantile(q)
+
+
+def test_what_makes_the_spread_of_numbers(key):
+    pred, means, sds = normal_mixture()
+    np.testing.assert_allclose(pred.data_sd**2, (sds**2).mean(0), rtol=1e-12)
+    np.testing.assert_allclose(pred.model_sd**2, means.var(0), rtol=1e-12)
+    np.testing.assert_allclose(pred.sd**2, pred.data_sd**2 + pred.model_sd**2, rtol=1e-12)
+    assert plain.Normal(means, sds[:, :1, :1]).data_sd.shape == (6, 3)
+    draws = pred.draw(key, 40_000)
+    np.testing.assert_array_equal(draws, pred.draw(key, 40_000))
+    np.testing.assert_allclose(draws.mean(0), pred.mean, atol=0.1)
+    np.testing.assert_allclose(draws.std(0), pred.sd, rtol=0.03)
+    # All rows of a draw are of one particle.
+    wanted = np.einsum("ma,mb->ab", *[(means - means.mean(0)).reshape(4, -1)] * 2) / 4
+    found = np.cov(draws.reshape(len(draws), -1).T)
+    off = ~np.eye(18, dtype=bool)
+    np.testing.assert_allclose(found[off], wanted[off], atol=0.4)
+    with refused(E.OptionError, "num is 0"):
+        pred.draw(key, 0)
+
+
+def test_predictions_one_by_one():
+    numbers, means, _ = normal_mixture()
+    assert len(numbers) == 6
+    np.testing.assert_allclose([row.mean[0] for row in numbers], means.mean(0))
+    classes = plain.categorical(lambda w, x: x @ w, jnp.ones((2, 3, 4)), jnp.eye(3))
+    assert len(classes) == 3
+    assert [row.probs.shape for row in classes] == [(1, 4)] * 3
+
+
+@pytest.mark.parametrize(
+    ("means", "sds", "words"),
+    [
+        (np.zeros((2, 0)), np.ones((2, 0)), "sds have shape"), (np.zeros((0, 3)), np.ones((0, 3)), "sds have shape"),
+        ([[1.0], [1.0, 2.0]], [[1.0]], "no array of numbers"), ([["a"]], [[1.0]], "dtype <U1; expected real numbers"),
+        (np.ones((2, 3), complex), np.ones((2, 3)), "dtype complex128; expected real numbers"),
+    ],
+)  # fmt: skip
+def test_arrays_that_are_no_predictions(means, sds, words):
+    with refused(E.DataError, words):
+        plain.Normal(means, sds)
