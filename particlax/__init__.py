@@ -64,3 +64,8 @@ __all__ = [
     "w_sgld_b",
     "zoo",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is for users: the modules behind it would bury it."""
+    return sorted([*__all__, "Result", "Sample", "State", "__version__"])

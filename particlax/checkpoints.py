@@ -227,11 +227,15 @@ def refuse_misfit(path: Any, manifest: dict[str, Any], like: PyTree) -> None:
         pairs = zip(wanted, found, known(wanted), known(found), strict=True)
         apart = [(w, f) for w, f, a, b in pairs if a != b]
         wanted, found = [w for w, _ in apart], [f for _, f in apart]
+    else:
+        wanted, found = [w for w in wanted if w not in found], [f for f in found if f not in wanted]
     said = lambda some: [f"{label} {kind or 'key'}" for label, kind in some[:SHOWN]]
-    short = lambda some: ", ".join(said(some)) + (", ..." if len(some) > SHOWN else "")
+    short = lambda some: ", ".join(said(some)) + (", ..." if len(some) > SHOWN else "") or "no more"
+    carried = any(label.startswith("state.carried") for label, _ in [*wanted, *found])
+    hint = ". Of a stateful network give particles=flow.init(*net.init(key, M))" * carried
     raise CheckpointError(
         f"the arrays in {path} do not fit this flow: found {short(found)}; expected {short(wanted)}. Use the flow and the number "
-        "of particles of that run (and its setting of jax_enable_x64)"
+        f"of particles of that run (and its setting of jax_enable_x64){hint}"
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from particlax.errors import DataError, OptionError, check_options
+from particlax.errors import DataError, OptionError, check_options, told
 
 Scheduled: TypeAlias = float | int | Array | Callable[[Any], Any]
 """A number, or an optax schedule: a function from the step number to a number."""
@@ -46,7 +46,9 @@ def positive(
 ) -> None:
     """Refuse a number (or the first value of a schedule) that is negative, NaN or infinite; `also` is what else it might be."""
     if callable(value) and not schedule:
-        raise OptionError(f"{name} is {value!r}; expected a number: it takes no schedule")
+        raise OptionError(
+            f"{name} is {told(value)}; expected a number: it takes no schedule or other function"
+        )
     first = value(0) if callable(value) else value
     if isinstance(first, Tracer):
         return
@@ -57,7 +59,7 @@ def positive(
     except (TypeError, ValueError):
         other = also or SCHEDULE * schedule
         raise OptionError(
-            f"{name} is {value!r}; expected a number{' or ' * bool(other)}{other}"
+            f"{name} is {told(value)}; expected a number{' or ' * bool(other)}{other}"
         ) from None
     if not math.isfinite(size) or size < 0 or (size == 0 and not zero):
         source = f"{size} at step 0 of its schedule" if callable(value) else f"{size}"
@@ -76,7 +78,7 @@ def at(value: Scheduled, step: Array, dtype: Any = None) -> Array:
 def whole(name: str, value: Any, least: int) -> None:
     """Refuse what is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise OptionError(f"{name} is {value!r}; expected a whole number >= {least}")
+        raise OptionError(f"{name} is {told(value)}; expected a whole number >= {least}")
 
 
 def refuse_not_finite(name: str, tree: PyTree, error: type[ValueError] = DataError) -> None:
@@ -101,7 +103,7 @@ def as_key(key: Any) -> Array:
             return jnp.asarray(key)
         if key.shape == (2,) and key.dtype == jnp.uint32:  # jax.random.PRNGKey
             return jax.random.wrap_key_data(jnp.asarray(key))
-    raise OptionError(f"key is {key!r}; expected one JAX key, for instance jax.random.key(0)")
+    raise OptionError(f"key is {told(key)}; expected one JAX key, for instance jax.random.key(0)")
 
 
 def as_generator(key: Array) -> np.random.Generator:

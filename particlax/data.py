@@ -1,7 +1,9 @@
 """Minibatches drawn on the device, as a pure function of key and step: no state to save."""
 
 import functools
-from collections.abc import Callable
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Int, Key, PyTree
 
 from particlax.checks import Part, refuse_not_finite
-from particlax.errors import DataError
+from particlax.errors import DataError, told
 from particlax.noise import bits as random_bits
 from particlax.noise import fold_in
 
@@ -93,17 +95,48 @@ def transformed(transform: Any, key: Key[Array, ""], step: Int[Array, ""], batch
 
 
 def refuse_words(arrays: PyTree) -> None:
-    """Refuse arrays of strings, dates or objects."""
+    """Refuse arrays of strings, dates or objects, and what yields batches."""
+    array = hasattr(arrays, "__array__") or hasattr(arrays, "toarray") or isinstance(arrays, str)
+    if (callable(arrays) or isinstance(arrays, Iterable)) and not array and _is_leaf(arrays):
+        raise DataError(
+            f"the data are {told(arrays)}; expected arrays. What yields batches goes into px.Stream(function, num_data=N), where function(step) "
+            "returns an iterator of them that begins at that step"
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             continue  # random keys
         kind = getattr(leaf, "dtype", None)
         kind = kind if isinstance(kind, np.dtype) else np.asarray(leaf).dtype  # pandas has its own
-        if kind.kind in "OSUMm":
+        if isinstance(leaf, np.ma.MaskedArray):
+            wish = "expected plain arrays: .filled(0), and where labels do not count batch['mask']"
+            raise DataError(f"data{jax.tree_util.keystr(path)} is a masked array; {wish}")
+        if hasattr(leaf, "toarray"):
+            wish = "expected plain arrays: .toarray()"
+            raise DataError(f"data{jax.tree_util.keystr(path)} is a sparse matrix; {wish}")
+        if kind.kind in "OSUMm" or kind.names:
             raise DataError(
-                f"data{jax.tree_util.keystr(path)} has dtype {kind}; expected numbers. Number classes that have names: "
-                "names, y = np.unique(y, return_inverse=True)"
+                f"data{jax.tree_util.keystr(path)} has dtype {kind}; expected numbers{_numbering(leaf, kind)}"
             )
+
+
+def _is_leaf(value: Any) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of iterators, and will refuse them
+        try:
+            return jax.tree_util.all_leaves([value])
+        except TypeError:
+            return True
+
+
+def _numbering(leaf: Any, kind: np.dtype) -> str:
+    """How what is no array of numbers becomes one."""
+    if not kind.names and (np.ndim(leaf) == 1 or kind.kind != "O"):
+        return ". Number classes that have names: names, y = np.unique(y, return_inverse=True)"
+    if kind.names:
+        return ": use numpy.lib.recfunctions.structured_to_unstructured"
+    if np.ndim(leaf):
+        return ": .astype(np.float32), or of a pandas frame .to_numpy(np.float32)"
+    return f", and this is {told(leaf)}"
 
 
 SHOWN = 6
@@ -115,6 +148,7 @@ def check_batch(arrays: PyTree, batch_size: Any, transform: Any) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     if not leaves:
         raise DataError("the data are empty; expected arrays with a leading data axis")
+    refuse_words(arrays)
     sizes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
     heads = {shape[0] if shape else None for shape in sizes.values()}
     if len(heads) > 1 or None in heads:
@@ -124,19 +158,33 @@ def check_batch(arrays: PyTree, batch_size: Any, transform: Any) -> int:
             f"the data have shapes {some}{more}; expected the same number of rows on axis 0 of every array "
             "(a list counts as a pytree of its elements: turn it into an array first)"
         )
-    refuse_words(arrays)
     (num_data,) = heads
     assert num_data is not None
     whole_number = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
     if not whole_number or batch_size < 1:
-        raise DataError(f"batch_size is {batch_size!r}; expected a positive int")
+        hint = ": px.Minibatches({'x': x, 'y': y}, 100)" * bool(np.ndim(batch_size))
+        raise DataError(f"batch_size is {told(batch_size)}; expected a positive int{hint}")
     if batch_size > num_data:
         raise DataError(
             f"batch_size is {batch_size} but the data have {num_data} rows; expected at most {num_data}"
         )
     if transform is not None and not callable(transform):
-        raise DataError(f"transform is {transform!r}; expected a function of a key and a batch")
+        raise DataError(f"transform is {told(transform)}; expected a function of a key and a batch")
+    _refuse_other_arguments(transform)
     return num_data
+
+
+def _refuse_other_arguments(transform: Any) -> None:
+    if transform is None:
+        return
+    try:
+        takes = inspect.signature(transform)
+    except (TypeError, ValueError):  # it does not say
+        return
+    try:
+        takes.bind(None, None)
+    except TypeError:
+        raise DataError(f"transform takes {takes}; expected transform(key, batch)") from None
 
 
 @functools.partial(jax.jit, static_argnums=2)  # traced once: it is long

@@ -214,7 +214,10 @@ def _failure(fixed: Fixed, before: State, size: int) -> NonFiniteError:
     bad = np.flatnonzero(flags[cause]).tolist()
     listed = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")
     what, remedy = (
-        ("the log density is NaN or infinite", "Check the log density there"),
+        (
+            "the log density is NaN or infinite",
+            "Check the log density there (of a network: labels that are no class, an sd that is not positive)",
+        ),
         ("the score is not finite", "Check the gradient of the log density there"),
         (
             "the move is not finite",

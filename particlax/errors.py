@@ -117,12 +117,33 @@ def check_options(
         )
 
 
+LONG = 80
+"""Characters of a value's own description that an error shows."""
+
+
+def told(value: Any) -> str:
+    """What a value is, in a few words: an array by type and shape, and what is long by its kind.
+
+    >>> import numpy; told(numpy.ones((3, 2))), told("mean"), told(list(range(1000)))
+    ('a float64 array of shape (3, 2)', "'mean'", 'a list')
+    """
+    kind = type(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and shape and dtype is not None:
+        return f"{'an' if str(dtype)[0] in 'iou' else 'a'} {dtype} array of shape {shape}"
+    if inspect.isfunction(value):
+        return "a function" if value.__name__ == "<lambda>" else f"the function {value.__name__}"
+    long = len(said := repr(value)) > LONG or "\n" in said or " at 0x" in said
+    return f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} {kind.__name__}" if long else said
+
+
 def expect(name: str, value: Any, kind: type | tuple[type, ...], example: str) -> Any:
     """Refuse a value that is not an instance of `kind`, or of one of several kinds."""
     if not isinstance(value, kind):
-        came = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
         kinds = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise OptionError(f"{name} is {came}; expected a {kinds}, for instance {example}")
+        raise OptionError(f"{name} is {told(value)}; expected a {kinds}, for instance {example}")
     return value
 
 

@@ -8,11 +8,14 @@ from jaxtyping import Float, Int, PyTree
 from particlax import placement
 from particlax.checks import whole
 from particlax.engine import kept
-from particlax.errors import OptionError
+from particlax.errors import OptionError, told
 from particlax.flow import State
 
 __all__ = ["History"]
 
+EMPTY = (
+    "the history has no clouds: the run took no step that `thin` divides; expected thin <= steps"
+)
 HISTORY_BYTES = 1 << 26
 """Size of the device buffer that collects history between two looks."""
 
@@ -28,11 +31,24 @@ class History(eqx.Module):
     def last(self, num: int) -> "History":
         """The last `num` clouds."""
         whole("num", num, 1)
+        if not len(self.steps):
+            raise OptionError(EMPTY)
         if num > len(self.steps):
             raise OptionError(
                 f"last({num}) of a history of {len(self.steps)} clouds; expected at most {len(self.steps)}"
             )
-        return jax.tree.map(lambda leaf: leaf[-num:], self)
+        return self[-num:]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, index: slice) -> "History":
+        """Some of the clouds, by a slice: history[100:], history[::2]."""
+        if not isinstance(index, slice):
+            raise OptionError(
+                f"the index is {told(index)}; expected a slice of clouds, as history[100:]. One cloud is history.particles at that place"
+            )
+        return jax.tree.map(lambda leaf: leaf[index], self)
 
 
 class Keeper:

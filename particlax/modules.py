@@ -31,6 +31,7 @@ HINTS = {
     "InvalidRngError": f"It draws random numbers there too: {SWITCH}",
     "ModifyScopeVariableError": f"It updates its statistics there too: {SWITCH}",
     "must be passed to the constructor": f"A layer does not know which it is: {SWITCH}",
+    "ndim 0": "Where a module takes one example, as those of Equinox, it is vmapped over the batch: it must not be so itself",
     "": "Check that the module takes such inputs, of that type too",
 }
 

@@ -193,7 +193,7 @@ def regressor(
         if mean.shape != truth.shape:
             raise TargetError(
                 f"the network returned shape {mean.shape} for targets of shape {truth.shape}; expected the same "
-                "(squeeze a last axis of one)"
+                "(squeeze a last axis of one; give every output a target)"
             )
         sd = wide(found[1]) if own else _sd(noise, params, truth)
         # What does not count must not get into the gradient, not even times 0.
@@ -258,7 +258,7 @@ class FunctionSpace(Term):
     weight: Scheduled = 1.0
 
     def __init__(self, network: Any, inputs: Any, diffusion: Any = Blob()):
-        self.network = _network(network)
+        self.network = as_network(network)
         self.diffusion = expect("diffusion", diffusion, (Blob, GFSD), "px.diffusions.Blob()")
         if not isinstance(inputs, Minibatches):
             inputs = jax.tree.map(jnp.asarray, inputs)
@@ -295,14 +295,15 @@ class FunctionSpace(Term):
         return wide(found.reshape(num, -1))
 
 
-def _network(network: Any) -> Network:
+def as_network(network: Any, what: str = "network") -> Network:
+    """A `Network`, or what an apply alone makes one; `what` names it in the error."""
     if isinstance(network, Network):
         return network
-    kind = type(network)
-    if not callable(network) or kind.__module__.startswith("flax.") or _is_module(network):
+    kind, of_flax = type(network), type(network).__module__.startswith("flax.")
+    if not callable(network) or of_flax or isinstance(network, Target) or _is_module(network):
+        came = f"a module, {kind.__name__}" if _is_module(network) else kind.__name__
         raise OptionError(
-            f"network is {'a module, ' if _is_module(network) else ''}{kind.__name__}; expected apply(params, x) or a "
-            "px.networks.Network, which px.modules.equinox, linen and nnx make of modules"
+            f"{what} is {came}; expected apply(params, x) or a px.networks.Network, which px.modules.equinox, linen and nnx make of modules"
         )
     return Network(_no_start, network)
 
@@ -352,7 +353,7 @@ def _target(
 ) -> Target:
     positive("temperature", temperature, zero=False, schedule=False)
     cold = 1 / number(temperature)
-    net = _network(network)
+    net = as_network(network)
     seen = likelihood if with_params else (lambda out, b, p: likelihood(out, b))
     plain = functools.partial(outputs.plain, net, pair=pair)
     trained = functools.partial(outputs.trained, net, pair=pair)
@@ -366,6 +367,8 @@ def _target(
 
     def validate(params: PyTree, carried: PyTree, batch: Any, data: Any) -> None:
         outputs.refuse_unread(batch)
+        if "mask" in data and data["mask"] is not None and not np.any(data["mask"]):
+            raise DataError("the mask is false everywhere, so no datum counts; expected true where one does")  # fmt: skip
         if not net.stateful:
             found = jax.eval_shape(plain, params, batch)
         else:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from particlax.errors import DataError, ParticlaxError, TargetError
+from particlax.errors import DataError, ParticlaxError, TargetError, told
 from particlax.particles import leaf_names
 
 NETWORK = "network"
@@ -23,8 +23,13 @@ __all__ = ["called", "numbers", "plain", "real", "refuse_other", "rows_of", "tra
 def rows_of(batch: Any) -> Any:
     """The inputs of a batch, if it is one of inputs and targets."""
     if not isinstance(batch, Mapping) or not {"x", "y"} <= set(batch):
-        came = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise DataError(f"the data are {came}; expected a dict with inputs 'x' and targets 'y'")
+        came = f"a dict of {sorted(map(str, batch))}" if isinstance(batch, Mapping) else told(batch)
+        raise DataError(
+            f"the data are {came}; expected a dict with inputs 'x' and targets 'y': {{'x': x, 'y': y}}"
+        )
+    for name in ("x", "y"):
+        if not jax.tree.leaves(batch[name]):
+            raise DataError(f"data[{name!r}] is {told(batch[name])}; expected numbers")
     return batch["x"]
 
 

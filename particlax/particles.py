@@ -40,6 +40,10 @@ def num_particles(particles: PyTree) -> int:
     5
     """
     leaves = jax.tree_util.tree_leaves_with_path(particles)
+    if hasattr(particles, "state"):
+        raise ParticleError(
+            f"the particles are a {type(particles).__name__}; expected a cloud, or a state to go on from: its .state"
+        )
     if not leaves:
         raise ParticleError(
             "the particles are an empty pytree; expected at least one array with a leading "

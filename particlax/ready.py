@@ -1,11 +1,12 @@
 """Batches that come ready-made, from an iterator: one thread asks for them, so that a slow one holds up nobody."""
 
 import copy
+import inspect
 import json
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from particlax.errors import DataError
+from particlax.errors import DataError, told
 from particlax.target import num_rows
 
 __all__ = ["Ready", "finite_steps"]
@@ -38,13 +39,13 @@ class Ready:
     """Batches from an iterator, one after the other, from `step` on; `position` is where it was before that batch."""
 
     def __init__(self, source: Any, step: int, position: Any, x64: bool):
-        made: Any = source(step) if callable(source) else source
-        self.iterator: Iterator = iter(made)
+        self.iterator: Iterator = _begun(source, step)
         self.tells = not callable(source) and hasattr(self.iterator, "get_state")
         if not callable(source) and not (self.tells and hasattr(self.iterator, "set_state")):
             raise DataError(
                 f"the stream's source is a {type(source).__name__} whose iterators have no get_state and set_state, so that no "
-                "run could resume; expected arrays, a function of the step number, or a Grain dataset"
+                "run could resume; expected arrays, a Grain dataset, or a function of the step number that returns an iterator of batches "
+                "from that step on"
             )
         if position is not None and self.tells:
             self.iterator.set_state(_from_json(position))  # pyright: ignore
@@ -173,6 +174,26 @@ class Ready:
         """Drop the places before `step`."""
         for old in [place for place in self.places.copy() if place < step]:
             del self.places[old]
+
+
+def _begun(source: Any, step: int) -> Iterator:
+    """An iterator of batches from that step on."""
+    if not callable(source):
+        return iter(source)
+    wish = "expected a function of the step number that returns an iterator of batches from that step on"
+    try:
+        inspect.signature(source).bind(step)
+    except TypeError:
+        raise DataError(f"the stream's source takes {inspect.signature(source)}; {wish}") from None
+    except ValueError:  # it does not say
+        pass
+    made = source(step)
+    # Iterated over, a batch would be the names of its parts, or its rows.
+    if isinstance(made, (Mapping, np.ndarray, jax.Array)) or not isinstance(made, Iterable):
+        raise DataError(
+            f"the stream's source returned {told(made)} for step {step}; {wish}: one batch for each step is (batch(t) for t in itertools.count(step))"
+        )
+    return iter(made)
 
 
 def _dtype(array: Any) -> np.dtype:

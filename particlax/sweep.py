@@ -11,15 +11,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from particlax.blocks import wide
+from particlax.checkpoints import Checkpoint
 from particlax.checks import refuse_not_finite, whole
 from particlax.data import refuse_words
-from particlax.errors import OptionError, ParticleError, TargetError
+from particlax.errors import OptionError, ParticleError, TargetError, told
 from particlax.flow import Flow, State
-from particlax.history import History
-from particlax.networks import Network
+from particlax.history import EMPTY, History
+from particlax.networks import as_network
 from particlax.outputs import NETWORK, called, numbers
 from particlax.particles import join, num_particles
 from particlax.run import Result, Snapshot
@@ -73,16 +75,23 @@ def _member(apply: Any, particles: Any, pair: bool) -> tuple[Any, PyTree]:
         raise ParticleError(
             "no particles came; expected a cloud, a run's result, or the history of px.run(..., thin=100)"
         )
-    state = particles.state if isinstance(particles, Result | Snapshot) else particles
     if isinstance(particles, Flow):
         raise ParticleError("a flow came in place of particles; expected a run's result")
-    carries = isinstance(apply, Network) and apply.stateful
-    plain = apply.apply if isinstance(apply, Network) else apply
+    network = as_network(apply, "apply")
+    carries, plain = network.stateful, network.apply
     plain = Both(plain) if pair else plain
     if isinstance(particles, History):
+        if not len(particles):
+            raise ParticleError(EMPTY)
         cloud, carried = merged((particles.particles, particles.carried))
         carries = carries or bool(jax.tree.leaves(particles.carried))
         return (Member(plain, None, True), (cloud, carried)) if carries else (plain, cloud)
+    state = particles.state if isinstance(particles, Result | Snapshot | Checkpoint) else particles
+    if isinstance(particles, Checkpoint) and state is None:
+        if particles.shared is not None:
+            raise ParticleError("a partly Bayesian network's checkpoint came; expected px.checkpoints.load(folder, flow=flow, particles=...)")  # fmt: skip
+        carries = carries or bool(jax.tree.leaves(particles.carried))
+        return Member(plain, None, carries), (particles.particles, particles.carried)
     if isinstance(state, State):
         shared = None if state.shared is None else state.shared.values
         carries = carries or bool(jax.tree.leaves(state.carried))
@@ -109,13 +118,18 @@ class Sweep:
         pair: bool = False,
     ):
         whole("batch_size", batch_size, 1)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((particles, x))):
+            raise OptionError(
+                "predictions are gathered on the host, but particles or inputs came from within jax.jit or another transformation; expected arrays: "
+                "inside, call the networks yourself, as jax.vmap(net.apply, (0, None))(particles, x)"
+            )
+        refuse_words(x)
         arrays = (np.ndarray, jax.Array)
         x = jax.tree.map(lambda leaf: leaf if isinstance(leaf, arrays) else np.asarray(leaf), x)
         apply, particles = _member(apply, particles, pair)
         num_particles(particles[0] if isinstance(apply, Member) else particles)
         num = num_rows(x if jax.tree.leaves(x) else np.zeros(0))  # no array has no rows
         refuse_not_finite("particles", particles, ParticleError)
-        refuse_words(x)
         refuse_not_finite("x", x)
         size = -(-num // -(-num // batch_size))  # as many batches, of almost equal size
         cloud = jax.tree.map(jnp.asarray, particles)
@@ -127,8 +141,10 @@ class Sweep:
             wanted = f"means [n] or [n, ..., K], or with noise={NETWORK!r} a pair of such arrays, (means, sds)"
             if logits:
                 wanted = "logits [n, C] or [n, L, C] with C > 1. One logit z of two classes becomes jnp.stack([0 * z, z], -1)"
+            came = f"{out.dtype} of shape {shape}" if hasattr(out, "dtype") else told(out)
+            sizes = [np.shape(leaf) for leaf in jax.tree.leaves(x)]
             raise TargetError(
-                f"apply returned {out} for one particle and n = {size} rows; expected real {wanted}"
+                f"apply returned {came} for one particle and n = {size} rows, x of shape {sizes[0] if len(sizes) == 1 else sizes}; expected real {wanted}. Of one datum x give x[None]"
             )
         self.apply = apply if isinstance(apply, Hashable) else apply.__call__
         self.params = jax.vmap(apply.params)(cloud) if isinstance(apply, Member) else cloud

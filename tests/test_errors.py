@@ -783,3 +783,131 @@ def test_keywords_of_a_linen_module_are_mappings():
     words = r"train is 'fit'; expected keywords of its call: train=\{'mode': 'fit'\}"
     with pytest.raises(E.OptionError, match=words):
         px.modules.linen(linen.Dense(3), jnp.ones((1, 2)), train="fit")
+
+
+def line_data(**more):
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(20, 4)).astype(np.float32), "y": rng.integers(0, 3, 20)} | more
+
+
+def trained(data, apply=lambda w, x: x @ w, **options):
+    """Networks of one layer, on whatever data come."""
+    flow = px.svgd(px.networks.classifier(apply, num_data=20), step_size=0.01)
+    particles = jax.random.normal(KEY, (5, 4, 3))
+    return px.run(flow, particles, steps=4, key=KEY, data=data, progress=False, **options)
+
+
+def forever(step):
+    while True:
+        yield line_data()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (line_data(y=None), r"data\['y'\] is None; expected numbers"),
+        (line_data(x=()), r"data\['x'\] is \(\); expected numbers"),
+        (line_data(mask=np.zeros(20, bool)), "mask is false everywhere"),
+        (np.ones((20, 5)), r"the data are a float32 array of shape \(20, 5\); expected a dict with inputs 'x'"),
+        ({"x": np.ones((20, 4)), "labels": np.ones(20)}, r"the data are a dict of \['labels', 'x'\]"),
+        (forever(0), "the data are a generator; .*What yields batches goes into px.Stream"),
+        (lambda step: line_data(), "the data are a function; .*What yields batches goes into px.Stream"),
+        (line_data(x=np.ma.array(np.ones((20, 4)), mask=False)), r"data\['x'\] is a masked array.*filled"),
+        (line_data(x=np.ones((20, 4), object)), r"dtype object; expected numbers: .astype\(np.float32\)"),
+        (line_data(y=np.array(["a"] * 20)), "np.unique"),
+        (line_data(x=np.zeros(20, [("a", float), ("b", float)])), "structured_to_unstructured"),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_data_that_are_no_batch(data, words):
+    with pytest.raises(E.DataError, match=words):
+        trained(data)
+
+
+def test_sparse_matrices():
+    sparse = pytest.importorskip("scipy.sparse").csr_matrix(line_data()["x"])
+    with pytest.raises(E.DataError, match=r"data\['x'\] is a sparse matrix.*toarray"):
+        px.Minibatches(line_data(x=sparse), 5)
+    with pytest.raises(E.DataError, match=r"data is a sparse matrix.*toarray"):
+        px.predictive.categorical(lambda w, x: x @ w, jnp.ones((2, 4, 3)), sparse)
+
+
+def test_minibatches_by_position_and_transforms_without_a_key():
+    data = line_data()
+    with pytest.raises(E.DataError, match=r"int64 array of shape \(20,\).*Minibatches\({'x': x"):
+        px.Minibatches(data["x"], data["y"])
+    with pytest.raises(
+        E.DataError, match=r"transform takes \(batch\); expected transform\(key, batch\)"
+    ):
+        px.Minibatches(data, 5, transform=lambda batch: batch)
+    px.Minibatches(data, 5, transform=lambda key, batch, scale=1: batch)
+    px.Minibatches(data, 5, transform=lambda *args: args[1])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (lambda: forever(0), r"source takes \(\); expected a function of the step number"),
+        (lambda step: line_data(), r"returned a dict for step 0.*itertools.count\(step\)"),
+        (lambda step: np.ones((20, 4)), r"returned a float64 array of shape \(20, 4\) for step 0"),
+        (lambda step: None, "returned None for step 0"),
+        (forever(0), "a function of the step number that returns an iterator of batches"),
+    ],
+    ids=range(5),
+)
+def test_sources_of_streams_that_yield_no_batches(source, words):
+    with pytest.raises(E.DataError, match=words):
+        trained(px.Stream(source, num_data=20))
+
+
+def test_a_stream_of_a_function_that_is_not_a_generator():
+    result = trained(px.Stream(lambda step: (line_data() for _ in range(100)), num_data=20))
+    assert int(result.state.step) == 4
+
+
+def test_what_is_given_to_predictions():
+    data, apply = line_data(), lambda w, x: x @ w
+    result = trained(data)
+    predict = px.predictive.categorical
+    with pytest.raises(E.OptionError, match=r"within jax\.jit.*jax\.vmap"):
+        jax.jit(lambda x: predict(apply, result, x).probs)(data["x"])
+    for wrong in (
+        px.networks.classifier(apply, num_data=20),
+        px.svgd(px.Target(bell), step_size=0.1),
+    ):
+        with pytest.raises(E.OptionError, match=f"apply is {type(wrong).__name__}; expected"):
+            predict(wrong, result, data["x"])
+    with pytest.raises(E.TargetError, match=r"float32 of shape \(3,\).*x of shape \(4,\).*x\[None\]"):  # fmt: skip
+        predict(apply, result, data["x"][0])
+    with pytest.raises(E.OptionError, match=r"pred is a float64 array of shape \(20, 3\)"):
+        px.predictive.temperature(np.ones((20, 3)), data["y"])
+
+
+def test_histories_without_clouds_and_parts_of_them():
+    apply, data = lambda w, x: x @ w, line_data()
+    empty = trained(data, thin=10).history
+    for use in (lambda: empty.last(1), lambda: px.predictive.categorical(apply, empty, data["x"])):
+        with pytest.raises((E.OptionError, E.ParticleError), match=r"no clouds.*thin <= steps"):
+            use()
+    history = trained(data, thin=1).history
+    assert len(history) == 4
+    np.testing.assert_array_equal(history[1::2].steps, [2, 4])
+    np.testing.assert_array_equal(history[1::2].particles, history.particles[1::2])
+    with pytest.raises(E.OptionError, match="index is 0; expected a slice"):
+        history[0]
+
+
+def test_a_result_in_place_of_its_state():
+    flow = px.svgd(px.Target(bell), step_size=0.1)
+    result = px.run(flow, some(), steps=1, key=KEY, progress=False)
+    with pytest.raises(E.ParticleError, match=r"the particles are a Result; .*its \.state"):
+        px.run(flow, result, steps=1, key=KEY, progress=False)
+
+
+def test_values_in_messages_are_short():
+    told = E.told
+    assert told(np.ones((200, 3))) == "a float64 array of shape (200, 3)"
+    assert told(jnp.ones(2, jnp.int32)) == "an int32 array of shape (2,)"
+    assert told(list(range(1000))) == "a list" and told(3.5) == "3.5" and told("mean") == "'mean'"
+    assert told(bell) == "the function bell" and told(lambda: 0) == "a function"
+    assert told(dict) == "the class dict" and told(object()) == "an object"
