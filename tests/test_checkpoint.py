@@ -703,3 +703,60 @@ def test_arrays_are_known_by_the_names_of_their_leaves(tmp_path):
         px.checkpoints.load(tmp_path / "run", flow=flow, particles=other)
     with pytest.raises(CheckpointError, match=fits):
         go(flow, other, checkpoint=px.Checkpoints(tmp_path / "run", strict=False))
+
+
+def normed():
+    """A network of NNX with batch norm, and a run of two steps."""
+    from flax import nnx
+
+    parts = lambda rngs: [nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)]  # fmt: skip
+    net = px.modules.nnx(lambda rngs: nnx.Sequential(*parts(rngs)))
+    flow = px.svgd(px.networks.classifier(net, num_data=20), step_size=0.01)
+    x = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+    return net, flow, {"x": x, "y": np.arange(20) % 3}
+
+
+def test_a_checkpoint_predicts(tmp_path):
+    net, flow, data = normed()
+    pair = net.init(jax.random.key(0), 3)
+    result = px.run(flow, flow.init(*pair), steps=2, key=jax.random.key(1), data=data, progress=False, checkpoint=tmp_path / "a", every=2)  # fmt: skip
+    wanted = px.predictive.categorical(net, result, data["x"]).log_probs
+    for options in ({}, {"flow": flow, "particles": flow.init(*pair)}):
+        read = px.checkpoints.load(tmp_path / "a", **options)
+        np.testing.assert_array_equal(
+            px.predictive.categorical(net, read, data["x"]).log_probs, wanted
+        )
+    words = r"found state\.carried\.layers\.1\.mean[^;]*layers\.1\.var[^;]*; expected no more.*flow\.init\(\*net\.init"
+    with pytest.raises(CheckpointError, match=words):
+        px.checkpoints.load(tmp_path / "a", flow=flow, particles=pair[0])
+
+
+def test_a_partly_bayesian_checkpoint_predicts_with_its_flow(tmp_path):
+    net, flow, start, data = network()
+    result = px.run(flow, start, steps=2, key=jax.random.key(1), data=data, progress=False, checkpoint=tmp_path / "a", every=2)  # fmt: skip
+    read = px.checkpoints.load(tmp_path / "a", flow=flow, particles=start)
+    x = data.arrays["x"]
+    np.testing.assert_array_equal(
+        px.predictive.categorical(net, read, x).probs,
+        px.predictive.categorical(net, result, x).probs,
+    )
+    with pytest.raises(px.errors.ParticleError, match=r"expected px\.checkpoints\.load\(folder, flow=flow"):  # fmt: skip
+        px.predictive.categorical(net, px.checkpoints.load(tmp_path / "a"), x)
+
+
+def test_numpy_arrays_of_a_module_are_compared():
+    class Net(eqx.Module):
+        line: eqx.nn.Linear
+        fixed: np.ndarray
+
+        def __call__(self, x):
+            return self.line(x - self.fixed)
+
+    def told(value):
+        net = px.modules.equinox(
+            lambda key: Net(eqx.nn.Linear(4, 3, key=key), np.full(4, value, np.float32))
+        )
+        return fingerprint.describe("target", px.networks.classifier(net, num_data=9))
+
+    assert fingerprint.differences(told(5.0), told(5.0)) == []
+    assert fingerprint.differences(told(5.0), told(6.0))
