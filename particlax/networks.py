@@ -13,7 +13,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import outputs
@@ -154,9 +153,8 @@ def classifier(
             )
         log_probs = jax.nn.log_softmax(wide(logits))
         # Not looked up: the gradient of that is a sum into places, which a GPU takes in any order.
-        here = labels[..., None] == lax.broadcasted_iota(
-            jnp.result_type(labels), logits.shape, logits.ndim - 1
-        )
+        kind, axes = jnp.result_type(labels), range(labels.ndim)
+        here = labels[..., None] == jnp.expand_dims(jnp.arange(logits.shape[-1], dtype=kind), axes)
         classes = (labels >= 0) & (labels < logits.shape[-1])
         chosen = jnp.where(classes, jnp.sum(jnp.where(here, log_probs, 0), -1), jnp.nan)
         return _counted(chosen, batch)
