@@ -291,7 +291,7 @@ STUDY = Study(
     paper="Not in the paper. Liu and Wang (2016), SVGD with 20 particles, RMSE / log-likelihood: boston 2.957 / -2.504, concrete 5.324 / -3.082, "
     "energy 1.374 / -1.767, kin8nm 0.090 / 0.984, naval 0.004 / 4.089, power 4.033 / -2.815, protein 4.606 / -2.947, wine 0.609 / -0.925, "
     "yacht 0.864 / -1.225.",
-    takes="40 minutes",
+    takes="3 hours",
     config=Config,
     runs=runs,
     tables={
