@@ -263,7 +263,7 @@ def test_other_bad_data_are_refused():
     with pytest.raises(px.errors.DataError, match=r"row 3 of the data\['x'\] is not finite"):
         started()({"x": bad, "y": Y})
     with pytest.raises(
-        px.errors.DataError, match=r"the data are \['inputs', 'y'\]; expected a dict"
+        px.errors.DataError, match=r"the data are a dict of \['inputs', 'y'\]; expected a dict"
     ):
         started()({"inputs": X, "y": Y})
     with pytest.raises(px.errors.DataError, match="the data are tuple; expected a dict"):
