@@ -52,6 +52,7 @@ LAYERS = [
     "outputs",
     "networks",
     "tracing",
+    "signatures",
     "modules",
     "export",
     "programs",

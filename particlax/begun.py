@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -31,8 +32,9 @@ class Begun(NamedTuple):
 
 def fresh(state: State, layout: Layout | None = None) -> Begun:
     """The beginning."""
-    unknown = jnp.full(num_particles(state.particles), jnp.nan, jnp.result_type(float))
-    return Begun(state, placement.rows(layout, unknown), [])
+    with jax.debug_nans(False):  # this NaN is none that a program made
+        unknown = jnp.full(num_particles(state.particles), jnp.nan, jnp.result_type(float))
+        return Begun(state, placement.rows(layout, unknown), [])
 
 
 class NoSaver:

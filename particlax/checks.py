@@ -96,6 +96,14 @@ def refuse_not_finite(name: str, tree: PyTree, error: type[ValueError] = DataErr
             )
 
 
+def refuse_traced(what: str, tree: PyTree, instead: str) -> None:
+    """Refuse what `jax.jit`, `vmap` or another transformation is looking at, for what works on the host."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        raise OptionError(
+            f"{what} works on the host, but what it got came from within jax.jit or another transformation; expected arrays: {instead}"
+        )
+
+
 def as_key(key: Any) -> Array:
     """One JAX key, new or old style, as a typed key."""
     if isinstance(key, (jax.Array, np.ndarray)):

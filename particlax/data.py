@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ class Minibatches(Part):
 
     def __init__(self, arrays: PyTree, batch_size: int, transform: Any = None):
         self.num_data = check_batch(arrays, batch_size, transform)
+        refuse_wrapped(arrays)
         self.arrays = jax.tree.map(jnp.asarray, arrays)
         refuse_not_finite("the data", self.arrays)
         self.batch_size = batch_size
@@ -94,14 +95,47 @@ def transformed(transform: Any, key: Key[Array, ""], step: Int[Array, ""], batch
     return transform(own, batch)
 
 
-def refuse_words(arrays: PyTree) -> None:
-    """Refuse arrays of strings, dates or objects, and what yields batches."""
-    array = hasattr(arrays, "__array__") or hasattr(arrays, "toarray") or isinstance(arrays, str)
-    if (callable(arrays) or isinstance(arrays, Iterable)) and not array and _is_leaf(arrays):
+def refuse_batches(arrays: PyTree) -> None:
+    """Refuse what yields batches in place of arrays."""
+    array = isinstance(arrays, (str, range)) or any(hasattr(arrays, name) for name in AS_ARRAY)
+    parts = arrays if isinstance(arrays, list) else []
+    yields = (callable(arrays) or isinstance(arrays, Iterable)) and not array and _is_leaf(arrays)
+    several = len(parts) > 1 and _same_names(parts)
+    if yields or several:
+        came = f"a list of {len(parts)} batches" if several else told(arrays)
         raise DataError(
-            f"the data are {told(arrays)}; expected arrays. What yields batches goes into px.Stream(function, num_data=N), where function(step) "
+            f"the data are {came}; expected arrays. What yields batches goes into px.Stream(function, num_data=N), where function(step) "
             "returns an iterator of them that begins at that step"
         )
+
+
+def _same_names(parts: list[Any]) -> bool:
+    return all(isinstance(part, Mapping) and part.keys() == parts[0].keys() for part in parts)
+
+
+AS_ARRAY = ("__array__", "toarray", "dtype")
+"""What tells of an array, or of something that becomes one."""
+
+
+def refuse_wrapped(arrays: PyTree) -> None:
+    """Refuse whole numbers of 64 bits that JAX, set to 32, would turn into others without a word."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
+        kind = getattr(leaf, "dtype", None)
+        if not isinstance(kind, np.dtype) or kind.kind not in "iu" or not np.size(leaf):
+            continue
+        held = jax.dtypes.canonicalize_dtype(kind)
+        if held == kind:
+            continue
+        low, high = int(np.min(leaf)), int(np.max(leaf))
+        if low < np.iinfo(held).min or high > np.iinfo(held).max:
+            raise DataError(
+                f"data{jax.tree_util.keystr(path)} is {kind} with numbers from {low} to {high}, and JAX holds them as {held}; expected numbers that "
+                'fit: make floats of them, subtract what all have in common, or jax.config.update("jax_enable_x64", True)'
+            )
+
+
+def refuse_words(arrays: PyTree) -> None:
+    """Refuse arrays of strings, dates or objects."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             continue  # random keys
@@ -145,6 +179,7 @@ SHOWN = 6
 
 def check_batch(arrays: PyTree, batch_size: Any, transform: Any) -> int:
     """The number of rows of `arrays`, after checking that they have one and that the batch fits."""
+    refuse_batches(arrays)
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     if not leaves:
         raise DataError("the data are empty; expected arrays with a leading data axis")

@@ -145,7 +145,7 @@ def _steps(fixed: Fixed, state: State, turns: Array, clock: Clock) -> Any:
         if rows:
             # Every cloud is written, only the wanted ones are left behind: no branch, no copy.
             buffer = jax.tree.map(lambda b, p: b.at[row].set(p), buffer, kept(state))
-            row = row + (state.step % thin == 0)
+            row = row + (state.step % thin == 0).astype(row.dtype)
         return state, log_density, ok, buffer, row
 
     blank = jnp.zeros(num_particles(state.particles), jnp.result_type(float))
@@ -249,7 +249,7 @@ def _copies(key: Array, state: State, lost: Any) -> tuple[State, Array]:
     flags = jnp.zeros(num, bool).at[lost].set(True)
 
     def nearest(i: Array) -> Array:
-        square = lambda leaf: jnp.sum(jnp.square(wide(leaf - leaf[i])).reshape(num, -1), 1)
+        square = lambda leaf: jnp.sum(jnp.square(wide(leaf - leaf[i][None])).reshape(num, -1), 1)
         apart = jnp.sum(jnp.stack([square(leaf) for leaf in jax.tree.leaves(cloud)]), 0)
         # Squares may overflow where a particle was lost: healthy ones come before lost ones all the same.
         return jnp.argmin(jnp.where(flags, jnp.inf, jnp.minimum(apart, jnp.finfo(apart.dtype).max)))

@@ -6,8 +6,8 @@ trains in the module's training mode and predicts outside it. Flax is imported w
 """
 
 import dataclasses
+import functools
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,14 +19,11 @@ from jaxtyping import PyTree
 from particlax import errors
 from particlax.errors import OptionError, TargetError, known_options
 from particlax.networks import Network, leaf_names
+from particlax.signatures import SWITCH, SWITCHES, called_with, check_call, maker
 from particlax.tracing import computed_alike, depends, uses_last
 
 __all__ = ["equinox", "linen", "nnx"]
 
-# Keywords that switch a module between training and prediction, and what they are in training.
-SWITCHES = {"train": True, "training": True, "is_training": True}
-SWITCHES |= {"deterministic": False, "inference": False, "use_running_average": False}
-SWITCH = "let its call take a switch, as (self, x, train), and hand it on to the layers that do"
 HINTS = {
     "InvalidRngError": f"It draws random numbers there too: {SWITCH}",
     "ModifyScopeVariableError": f"It updates its statistics there too: {SWITCH}",
@@ -49,16 +46,15 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     >>> leaf_names(net.init(jax.random.key(0), 5))
     ['layers/0/weight', 'layers/0/bias', 'layers/1/weight', 'layers/1/bias']
     """
-    called, shape = _maker(make, "key"), "key: eqx.nn.MLP(4, 3, 8, 1, key=key)"
+    called, shape = maker(make, "key"), "key: eqx.nn.MLP(4, 3, 8, 1, key=key)"
     build = lambda key: _with_state(called(key))
     model, state = _made(make, lambda: build(jax.random.key(0)), eqx.Module, shape)
-    (takes, needs, words), name, keeps = _call(model), type(model).__name__, state != ()
+    (takes, needs, words), name, keeps = called_with(model), type(model).__name__, state != ()
     drops, norms = _layers(model, eqx.nn.Dropout), _layers(model, eqx.nn.BatchNorm)
     axis = norms[0].axis_name if norms else "batch"
     draws = "key" in needs or any(d.p != 0 and not d.inference for d in drops)
-    needs_key = draws if random is None else random and draws
-    _check_call(model, ["state"] * keeps + ["key"] * needs_key, ["state", "key"])
-    asked, random = random, draws if random is None else random
+    needs_key = draws and random is not False
+    check_call(model, ["state"] * keeps + ["key"] * needs_key, ["state", "key"])
     is_parameter = lambda leaf: isinstance(leaf, jax.Array) and eqx.is_inexact_array(leaf)
     split: Any = lambda model: eqx.partition(model, is_parameter)
     like, trains = split(model)
@@ -94,8 +90,9 @@ def equinox(make: Callable[..., Any], *, random: bool | None = None) -> Network:
                 raise
             return every(jax.random.key(0))
 
-    switches = asked is not False and eqx.tree_equal(*modes) is not True
-    return _network(name, start, run, (like, state), random=random, switches=switches)
+    switches = bool(words[0]) or eqx.tree_equal(*modes) is not True
+    options = _ways(draws, random, switches=switches)
+    return _network(name, start, run, (like, state), **options)
 
 
 @known_options
@@ -122,9 +119,10 @@ def linen(
         if not isinstance(given, Mapping | None):
             wish = f"expected keywords of its call: {option}={{'mode': {given!r}}}"
             raise OptionError(f"{option} is {given!r}; {wish}")
-    takes, _, words = _call(module)
+    takes, _, words = called_with(module)
     words = [known | dict(more or {}) for known, more in zip(words, (predict, train), strict=True)]
-    _check_call(module, [], set(words[0]) & set(words[1]))
+    both, either = set(words[0]) & set(words[1]), set(words[0]) | set(words[1])
+    check_call(module, [], both, either)
     fields = {f.name for f in dataclasses.fields(module)} & set(SWITCHES) - set(takes)
     modes = tuple(module.clone(**{n: SWITCHES[n] == on for n in fields}) for on in (False, True))
     streams = lambda keys: dict(zip(("params", "dropout"), keys, strict=True))
@@ -147,7 +145,8 @@ def linen(
         return out, new or ()
 
     name, example = type(module).__name__, jax.tree.map(jnp.asarray, example)
-    like, random = _examined(name, initial, run, example)
+    switches = bool(fields) or words[0] != words[1]
+    like, random = _examined(name, initial, run, example, switches=switches)
     begin = jax.jit(lambda key: initial(key, example))  # which leaves the outputs out
     return _network(name, begin, run, like, random=random)
 
@@ -167,10 +166,10 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     ['bias', 'kernel']
     """
     lib = _flax("nnx")
-    called, shape = _maker(make, "rngs"), "rngs: nnx.Linear(4, 3, rngs=rngs)"
+    called, shape = maker(make, "rngs"), "rngs: nnx.Linear(4, 3, rngs=rngs)"
     build = lambda key: called(lib.Rngs(key))
     model, _ = _made(make, lambda: (build(jax.random.key(0)), ()), lib.Module, shape)
-    (takes, needs, words), name = _call(model), type(model).__name__
+    (takes, needs, words), name = called_with(model), type(model).__name__
     kept = lib.All(lib.Variable, lib.Not(lib.Any(lib.Param, lib.RngState, lib.Intermediate)))
     split = lambda module: lib.split(module, lib.Param, kept, lib.RngState, ...)
     pure = lambda state: lib.to_pure_dict(state) or ()
@@ -180,8 +179,7 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
     idle = sum(layer.rate == 0 and layer.rngs is not None for layer in dropout)
     draws = len(jax.tree.leaves(likes[2])) > 2 * idle  # a stream has a key and a count
     dry = any(layer.rate > 0 and layer.rngs is None for layer in dropout)
-    _check_call(model, ["rngs"] * (dry and not draws), ["rngs"])
-    asked, random = random, draws or dry or "rngs" in needs if random is None else random
+    check_call(model, ["rngs"] * (dry and not draws), ["rngs"])
 
     def start(key: Any) -> tuple[PyTree, PyTree]:
         _, params, carried, *_ = split(build(key))
@@ -210,36 +208,18 @@ def nnx(make: Callable[..., Any], *, random: bool | None = None) -> Network:
         return out, carried
 
     like = (pure(likes[0]), pure(likes[1]))
-    switches = asked is not False and modes[0] != modes[1]
-    return _network(name, start, run, like, random=random, switches=switches)
+    switches = bool(words[0]) or modes[0] != modes[1]
+    options = _ways(draws or dry or "rngs" in needs, random, switches=switches)
+    return _network(name, start, run, like, **options)
 
 
-def _call(module: Any) -> tuple[list[str], list[str], list[dict[str, Any]]]:
-    """What a call takes beside x: all names, those without default, the switches of prediction and training."""
-    after_x = list(inspect.signature(module.__call__).parameters.values())[1:]
-    after_x = [p for p in after_x if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    names = [p.name for p in after_x]
-    words = [{n: SWITCHES[n] == on for n in names if n in SWITCHES} for on in (False, True)]
-    return names, [p.name for p in after_x if p.default is p.empty], words
+def _ways(draws: bool, asked: bool | None, *, switches: bool) -> dict[str, bool]:
+    """Whether a network is trained with random numbers, and whether training may differ from prediction without it."""
+    random = draws if asked is None else asked
+    return {"random": random, "switches": switches and asked is not False}
 
 
-def _check_call(module: Any, wanted: list[str], given: Any) -> None:
-    """Refuse a module whose call does not take what its layers need, or needs what nobody gives."""
-    names, needs, words = _call(module)
-    takes = f"the call of {type(module).__name__} takes {[*inspect.signature(module.__call__).parameters][:1] + names}"
-    if missing := [word for word in wanted if word not in names]:
-        raise OptionError(f"{takes}, but its layers need {missing[0]!r}; expected that in it too")
-    if unknown := [word for word in needs if word not in (*given, *words[0])]:
-        linen = type(module).__module__.startswith("flax.linen") or hasattr(module, "clone")
-        do = "give it a default, wrap the module in one that takes x alone, or pass all inputs as one pytree x"
-        if linen:
-            do = "wrap it, or tell linen, as in train={'mode': 'fit'}, predict={'mode': 'use'}"
-        elif words[0] == {}:
-            do += f". A switch between training and prediction is called {', '.join(SWITCHES)}"
-        raise OptionError(f"{takes}, but nothing gives {unknown[0]!r}; expected x alone: {do}")
-
-
-def _examined(name: str, initial: Any, run: Any, x: Any) -> tuple[Any, bool]:
+def _examined(name: str, initial: Any, run: Any, x: Any, *, switches: bool) -> tuple[Any, bool]:
     """What a Linen module has, as shapes, and whether it uses its keys in training, or trains otherwise than it predicts."""
     key, shapes, predict = jax.random.key(0), _shapes(x), lambda p, c: run(p, c, x, None)[0]
     like = _tried(name, "initialisation", x, jax.eval_shape, initial, key, x)
@@ -252,7 +232,8 @@ def _examined(name: str, initial: Any, run: Any, x: Any) -> tuple[Any, bool]:
     if _shapes(new) != _shapes(like[1]):
         came = f"arrays of shapes {_shapes(like[1])}, and {_shapes(new)} after a step"
         raise OptionError(f"{name} carries {came}; expected no change: leave out what it sows")
-    return like, uses_last(made, 2) or not computed_alike(run, like, x)
+    one_way = not switches or bool(_shapes(like[1]))  # what carries something is stateful anyway
+    return like, uses_last(made, 2) or not (one_way or computed_alike(run, like, x))
 
 
 def _reseeded(streams: Any, base: Any) -> list[Any]:
@@ -271,12 +252,12 @@ def _network(
     `switches` says that training may differ from prediction, though nothing is drawn or carried.
     """
     wanted, stateful = [_shapes(part) for part in like], random or bool(_shapes(like[1]))
-    names = leaf_names(like[0])
+    names, structure = leaf_names(like[0]), jax.tree.structure(like[0])
     if not wanted[0]:
         raise OptionError(
             f"{name} has no float parameters; expected at least one float array. NumPy arrays stay as they are: jnp.asarray makes a parameter of one"
         )
-    for path, leaf in zip(leaf_names(like[0]), jax.tree.leaves(like[0]), strict=True):
+    for path, leaf in zip(names, jax.tree.leaves(like[0]), strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             wish = "expected real floats: hold a complex one as two, whole numbers elsewhere"
             raise OptionError(f"the parameter {path!r} of {name} is {leaf.dtype}; {wish}")
@@ -287,6 +268,11 @@ def _network(
             raise errors.ParticleError(
                 f"{name} came as the pair (particles, carried) in place of particles; expected flow.init(*net.init(key, M))"
             )
+        found = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+        if [*found] != names:  # as a checkpoint has them, or an nnx.State
+            found = {path.removesuffix("/value"): leaf for path, leaf in found.items()}
+            if found.keys() == set(names):
+                params = jax.tree.unflatten(structure, [found[path] for path in names])
         for what, part, shapes in zip(("", "carried "), (params, carried), wanted, strict=True):
             if _shapes(part) != shapes:
                 came = f"{what}arrays of shapes {shapes}, but {_shapes(part)} came"
@@ -299,19 +285,19 @@ def _network(
         keys = key if key is None else tuple(jax.random.split(key))
         return _tried(name, "training" if keys else "prediction", x, run, params, carried, x, keys)
 
-    one_way: dict[Any, bool] = {}
+    @functools.cache  # not a dict, which would be part of a run's description
+    def one_way(structure: Any, *leaves: Any) -> bool:
+        params, x = jax.tree.unflatten(structure, leaves)
+        return _tried(name, "training", x, computed_alike, run, (params, ()), x)
 
     def plain(params: PyTree, x: Any) -> Any:
         """A network that nothing is drawn or carried for has one way to be called."""
         out = forward(params, x, ())[0]
         if not switches:
             return out
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), (params, x))  # fmt: skip
-        seen = tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes)
-        if seen not in one_way:
-            args = (computed_alike, run, (shapes[0], ()), shapes[1])
-            one_way[seen] = _tried(name, "training", x, *args)
-        if not one_way[seen]:
+        as_shape = lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a))
+        leaves, structure = jax.tree.flatten(jax.tree.map(as_shape, (params, x)))
+        if not one_way(structure, *leaves):
             raise TargetError(
                 f"{name} computes something else in training than in prediction, but draws nothing and carries nothing, which would "
                 f"tell that it has to be trained so; expected one or the other: make it with random=True, or random=False to train it as it predicts"
@@ -349,16 +335,6 @@ def _made(make: Any, build: Any, base: type, shape: str) -> tuple[Any, Any]:
     if not isinstance(model, base) or not callable(model):
         raise OptionError(f"make returned a {type(model).__name__}; {wanted}")
     return model, state
-
-
-def _maker(make: Any, name: str) -> Any:
-    """`make` as a function of what it takes by position, or by this name alone, as many classes do."""
-    try:
-        takes = inspect.signature(make.__init__ if isinstance(make, type) else make).parameters
-    except (TypeError, ValueError):
-        return make
-    alone = name in takes and takes[name].kind is inspect.Parameter.KEYWORD_ONLY
-    return (lambda value: make(**{name: value})) if alone else make
 
 
 def _with_state(made: Any) -> tuple[Any, Any]:

@@ -150,17 +150,20 @@ def window(
             lost + jnp.sum(broken, dtype=jnp.int32),
         )
 
+    thin, until = jnp.asarray(thin, jnp.int32), jnp.asarray(until, jnp.int32)
+
     def snapshot(carry: Any, place: Any) -> tuple[Any, Any]:
         (walkers, accepted, moved, count, lost), (key, number) = carry, place
         start = (walkers, key, accepted, moved, count, lost)
         num = jnp.where(number < until, thin, 0)
-        walkers, _, accepted, moved, count, lost = lax.fori_loop(0, num, one, start)
+        zero = jnp.zeros_like(num)
+        walkers, _, accepted, moved, count, lost = lax.fori_loop(zero, num, one, start)
         kept = walkers.x, walkers.log_density, walkers.score
         return (walkers, accepted, moved, count, lost), kept
 
     num = len(walkers.x)
     zeros = jnp.zeros(num, walkers.x.dtype), jnp.zeros(num, bool), jnp.int32(0), jnp.int32(0)
-    places = jax.random.split(key, SNAPSHOTS), jnp.arange(SNAPSHOTS)
+    places = jax.random.split(key, SNAPSHOTS), jnp.arange(SNAPSHOTS, dtype=jnp.int32)
     (walkers, accepted, moved, count, lost), kept = lax.scan(snapshot, (walkers, *zeros), places)
     x, log_density, score = kept
     rate = accepted / jnp.asarray(until * thin, accepted.dtype)

@@ -62,7 +62,13 @@ class Network(Part):
     def init(self, key: Key[Array, ""], num: int) -> PyTree:
         """`num` networks, independently initialised: particles, or (particles, carried) if stateful."""
         whole("num", num, 1)
-        made = jax.vmap(self.start)(jax.random.split(as_key(key), num))
+        try:
+            made = jax.vmap(self.start)(jax.random.split(as_key(key), num))
+        except jax.errors.TracerArrayConversionError as error:
+            raise OptionError(
+                "start makes a NumPy array of what it draws from its key, and is mapped over the keys of all networks; expected jax.numpy for what is "
+                "drawn from the key, and for numbers that stay as they are a NumPy generator"
+            ) from error
         if self.stateful and not (type(made) is tuple and len(made) == 2):
             raise OptionError(
                 f"start returned {type(made).__name__}; expected the pair (params, carried) of a stateful network, () if it carries nothing"
@@ -85,13 +91,13 @@ def split(
     if isinstance(names, str):
         raise OptionError(f"names is {names!r}; expected a list of names: [{names!r}]")
     names = list(names) if isinstance(names, Iterable) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"names is {names!r}; expected a list of names of leaves or layers")
     if _is_pair(particles, names):
         raise OptionError(
             "split got the pair that a stateful network's init returns; expected particles: "
             "particles, carried = net.init(key, M)"
         )
-    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"names is {names!r}; expected a list of names of leaves or layers")
     num_particles(particles)
     chosen = [found is not None for found in by_prefix(leaf_names(particles), names, "split")]
     if not any(chosen) or all(chosen):
@@ -147,10 +153,13 @@ def classifier(
                 hint = ". Convert one-hot labels with y.argmax(-1)"
             elif labels.shape == (*logits.shape[:-1], 1):
                 hint = ". Take the labels' last axis away: y[..., 0]"
+            elif labels.shape == logits.shape:
+                hint = f". {outputs.ONE_LOGIT}"
             raise TargetError(
                 f"the network returned shape {logits.shape} for labels of shape {labels.shape}; expected logits of "
                 f"shape {(*labels.shape, 'C')}, one for each class{hint}"
             )
+        outputs.refuse_other_labels(labels, logits.shape[-1])
         log_probs = jax.nn.log_softmax(wide(logits))
         # Not looked up: the gradient of that is a sum into places, which a GPU takes in any order.
         kind, axes = jnp.result_type(labels), range(labels.ndim)
@@ -159,7 +168,7 @@ def classifier(
         chosen = jnp.where(classes, jnp.sum(jnp.where(here, log_probs, 0), -1), jnp.nan)
         return _counted(chosen, batch)
 
-    return _target(network, likelihood, num_data, prior, temperature, check=_check_labels)
+    return _target(network, likelihood, num_data, prior, temperature, check=outputs.check_labels)
 
 
 @known_options
@@ -211,9 +220,9 @@ def _sd(noise: Any, params: PyTree, truth: Any) -> Array:
         raise TargetError(
             f"noise(params) failed, {error!r}; expected a function of the parameters {leaf_names(params)} that returns an sd"
         ) from error
-    if sd.shape not in ((), truth.shape[1:]):
+    if sd.shape != truth.shape[max(1, truth.ndim - sd.ndim) :]:
         raise TargetError(
-            f"noise returned shape {sd.shape} for targets of shape {truth.shape}; expected a number, or one for each output. Where it differs "
+            f"noise returned shape {sd.shape} for targets of shape {truth.shape}; expected a number, or one for each output (the last axes). Where it differs "
             f"from datum to datum, the network returns it: (means, sds), with noise={outputs.NETWORK!r}"
         )
     return sd
@@ -284,21 +293,21 @@ class FunctionSpace(Term):
             return outputs.called(self.network.apply, params, x, *((carried,) if carries else ()))
 
         found = jax.vmap(one)(raw, cloud.carried)
-        shape = getattr(found, "shape", None)
-        if shape is None or shape[1:2] != (num_rows(x),):
+        parts = list(found) if isinstance(found, (tuple, list)) else [found]  # (means, sds)
+        if any(getattr(part, "shape", ())[1:2] != (num_rows(x),) for part in parts):
             raise TargetError(
                 f"apply returned {jax.tree.map(jnp.shape, found)} for {num} particles and {num_rows(x)} inputs; expected "
-                "one array with a row for each input"
+                "one array with a row for each input, or a pair of such arrays"
             )
-        return wide(found.reshape(num, -1))
+        return jnp.concatenate([wide(part).reshape(num, -1) for part in parts], 1)
 
 
 def as_network(network: Any, what: str = "network") -> Network:
     """A `Network`, or what an apply alone makes one; `what` names it in the error."""
     if isinstance(network, Network):
         return network
-    kind, of_flax = type(network), type(network).__module__.startswith("flax.")
-    if not callable(network) or of_flax or isinstance(network, Target) or _is_module(network):
+    kind = type(network)
+    if not callable(network) or isinstance(network, Target) or _is_module(network):
         came = f"a module, {kind.__name__}" if _is_module(network) else kind.__name__
         raise OptionError(
             f"{what} is {came}; expected apply(params, x) or a px.networks.Network, which px.modules.equinox, linen and nnx make of modules"
@@ -311,31 +320,8 @@ def _is_module(network: Any) -> bool:
     if isinstance(network, eqx.Module) and callable(network):
         places = inspect.signature(network.__call__).parameters.values()
         return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in ("key", "state") for p in places) == 1  # fmt: skip
-    return any(base.__module__.startswith("flax.") for base in type(network).__mro__)
-
-
-def _check_labels(logits: Any, data: Any) -> None:
-    """Refuse labels that are not whole numbers below the number of classes: a gather would not notice."""
-    labels, num = data["y"], logits.shape[-1]
-    whole_numbers = labels.dtype == bool or jnp.issubdtype(labels.dtype, jnp.integer)
-    # Labels on the disk are looked through where they are.
-    seen = labels if isinstance(labels, jax.Array) else np.asarray(labels)
-    if "mask" in data and np.ndim(data["mask"]):
-        seen = seen[np.asarray(data["mask"])]
-        if not seen.size:  # none of them counts
-            return
-    low, high = (int(seen.min()), int(seen.max())) if whole_numbers else (0, 0)
-    if not whole_numbers or low < 0 or high >= num:
-        seen = f"from {low} to {high}" if whole_numbers else f"of dtype {labels.dtype}"
-        if num == 1:
-            raise DataError(
-                f"the network has one logit for labels {seen}; expected one for each class. One logit z of two classes becomes "
-                "jnp.stack([0 * z, z], -1)"
-            )
-        raise DataError(
-            f"the labels data['y'] are {seen} and the network has {num} logits; expected whole numbers from 0 to "
-            f"{num - 1}. Count classes from 0, convert floats with .astype(int), one-hot labels with .argmax(-1)"
-        )
+    bases = [base for base in type(network).__mro__ if base.__module__.startswith("flax.")]
+    return any(base.__name__ == "Module" for base in bases)
 
 
 def _target(
@@ -365,7 +351,8 @@ def _target(
 
     def validate(params: PyTree, carried: PyTree, batch: Any, data: Any) -> None:
         outputs.refuse_unread(batch)
-        if "mask" in data and data["mask"] is not None and not np.any(data["mask"]):
+        mask = data.get("mask")  # of all data, or of one batch, in which nothing may count
+        if mask is not None and len(mask) == num_data and not np.any(mask):
             raise DataError("the mask is false everywhere, so no datum counts; expected true where one does")  # fmt: skip
         if not net.stateful:
             found = jax.eval_shape(plain, params, batch)

@@ -14,10 +14,22 @@ from particlax.particles import leaf_names
 
 NETWORK = "network"
 """The noise of a regression whose network returns the pair (means, sds)."""
+ONE_LOGIT = "One logit z of two classes becomes jnp.stack([0 * z, z], -1)"
 NOISE = f"a function of the parameters or {NETWORK!r}"
 """What a regression's noise may be beside a number."""
 
-__all__ = ["called", "numbers", "plain", "real", "refuse_other", "rows_of", "trained"]
+__all__ = [
+    "called",
+    "check_labels",
+    "numbers",
+    "plain",
+    "real",
+    "refuse_other",
+    "refuse_other_labels",
+    "refuse_unread",
+    "rows_of",
+    "trained",
+]
 
 
 def rows_of(batch: Any) -> Any:
@@ -74,11 +86,15 @@ def trained(
     x = rows_of(batch)
     try:
         result = net.forward(params, x, carried, key)
-    except (TypeError, LookupError, AttributeError) as error:
+    except ParticlaxError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".split(" (http")[0].splitlines()[0]
         if jax.tree.leaves(carried):
-            raise
+            wish = "expected a function of these four that returns (outputs, carried)"
+            raise TargetError(f"forward(params, x, carried, key) failed, {said}; {wish}") from error
         raise TargetError(
-            f"forward(params, x, carried, key) failed with nothing carried: {error!r}. A network that keeps state starts with "
+            f"forward(params, x, carried, key) failed with nothing carried: {said}. A network that keeps state starts with "
             "it: particles, carried = net.init(key, M), then px.run(flow, flow.init(particles, carried), ...)"
         ) from error
     if not isinstance(result, tuple) or len(result) != 2:
@@ -93,11 +109,42 @@ def trained(
     return numbers("forward", result[0], pair), result[1]
 
 
+def check_labels(logits: Any, data: Any) -> None:
+    """Refuse labels that are not whole numbers below the number of classes: a gather would not notice."""
+    labels, num = data["y"], logits.shape[-1]
+    refuse_other_labels(labels, num)
+    # Labels on the disk are looked through where they are.
+    seen = labels if isinstance(labels, jax.Array) else np.asarray(labels)
+    if "mask" in data and np.ndim(data["mask"]):
+        seen = seen[np.asarray(data["mask"])]
+        if not seen.size:  # none of them counts
+            return
+    low, high = int(seen.min()), int(seen.max())
+    if low < 0 or high >= num:
+        raise _label_error(f"from {low} to {high}", num)
+
+
+def refuse_other_labels(labels: Any, num: int) -> None:
+    """Refuse labels that are no whole numbers, for so many classes."""
+    if labels.dtype != bool and not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise _label_error(f"of dtype {labels.dtype}", num)
+
+
+def _label_error(seen: str, num: int) -> DataError:
+    if num == 1:
+        wish = f"expected one for each class. {ONE_LOGIT}"
+        return DataError(f"the network has one logit for labels {seen}; {wish}")
+    return DataError(
+        f"the labels data['y'] are {seen} and the network has {num} logits; expected whole numbers from 0 to "
+        f"{num - 1}. Count classes from 0, convert floats with .astype(int), one-hot labels with .argmax(-1)"
+    )
+
+
 def refuse_other(carried: PyTree, new: PyTree) -> None:
     """Refuse what is carried on in another form than it came in."""
-    told = lambda tree: (jax.tree.structure(tree), [_told(leaf) for leaf in jax.tree.leaves(tree)])
-    if told(carried) != told(new):
-        named = lambda tree: dict(zip(leaf_names(tree), told(tree)[1], strict=True))
+    form = lambda tree: (jax.tree.structure(tree), [_told(leaf) for leaf in jax.tree.leaves(tree)])
+    if form(carried) != form(new):
+        named = lambda tree: dict(zip(leaf_names(tree), form(tree)[1], strict=True))
         raise TargetError(
             f"forward was given {named(carried)} to carry and returned {named(new)}; expected the same names, shapes and types, step for "
             "step. What a network carries it gets from its start: (params, carried)"

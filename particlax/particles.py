@@ -40,7 +40,7 @@ def num_particles(particles: PyTree) -> int:
     5
     """
     leaves = jax.tree_util.tree_leaves_with_path(particles)
-    if hasattr(particles, "state"):
+    if hasattr(getattr(particles, "state", None), "particles"):
         raise ParticleError(
             f"the particles are a {type(particles).__name__}; expected a cloud, or a state to go on from: its .state"
         )

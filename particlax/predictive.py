@@ -218,6 +218,10 @@ def auroc(inside: Values, outside: Values) -> float:
             raise DataError(
                 f"{name} is {type(part).__name__}; expected a score for each input, for instance pred.entropy().total"
             )
+        if np.asarray(part).dtype.kind not in "fiub":
+            raise DataError(
+                f"{name} has dtype {np.asarray(part).dtype}; expected a real number for each input"
+            )
     known, new = (np.sort(np.asarray(part, np.float64), axis=None) for part in (inside, outside))
     for name, part in (("inside", known), ("outside", new)):
         if not part.size or np.isnan(part[-1]):  # NaN sorts last
@@ -362,7 +366,7 @@ def normal(
         raise TargetError(
             f"noise(params) failed, {error!r}; expected a function of the params of one particle that returns an sd"
         ) from error
-    if sds.shape[1:] not in ((), tail):
+    if sds.shape[1:] != tail[max(0, len(tail) - sds.ndim + 1) :]:
         raise TargetError(
             f"noise returned shape {sds.shape[1:]} for one particle and {(networks.shape[0], *tail)} means; expected a positive sd, or one for "
             f"each output. Where it differs from row to row, apply returns the pair (means, sds), with noise={outputs.NETWORK!r}"
@@ -372,7 +376,7 @@ def normal(
             f"noise returned {sds[0]} for the first particle, {sds.min()} to {sds.max()} over all; expected a positive "
             "sd (or one for each output), for instance lambda params: jnp.exp(params['log_sd'])"
         )
-    sds = sds.reshape(len(sds), 1, *(sds.shape[1:] or [1] * len(tail)))
+    sds = sds.reshape(len(sds), 1, *[1] * (len(tail) - sds.ndim + 1), *sds.shape[1:])
     return Normal(networks.run()[0], sds)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from particlax.data import refuse_wrapped
 from particlax.errors import DataError, told
 from particlax.target import num_rows
 
@@ -72,6 +73,7 @@ class Ready:
         try:
             with jax.enable_x64(self.x64):
                 batch = next(self.iterator)
+                refuse_wrapped(batch)
                 # Readers reuse their buffers.
                 batch = jax.tree.map(lambda a: np.array(a, _dtype(a)), batch)
             return _Come(batch, self._place())

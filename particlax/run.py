@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from particlax import placement, programs
 from particlax.begun import Begun, NoSaver
 from particlax.checkpoints import Checkpoints, say
-from particlax.checks import as_key, whole
+from particlax.checks import as_key, refuse_traced, whole
 from particlax.data import Minibatches
 from particlax.engine import (
     Clock,
@@ -135,6 +135,7 @@ def run(
     one_of("on_nonfinite", on_nonfinite, ("stop", "replace"))
     expect("flow", flow, Flow, "px.svgd(target, optimizer=optax.adam(0.05))")
     watching = [observers] if callable(observers) else list(observers)
+    refuse_traced("px.run", (flow, particles, key), "inside, scan over flow.step")
     key, saving = as_key(key), _checkpoints(checkpoint, every, thin)
     particles = placement.loosened(particles)
     state = _resumed(flow, particles) if isinstance(particles, State) else flow.init(particles)

@@ -207,7 +207,7 @@ def picked(tree: PyTree, rows: Int[np.ndarray, " S"]) -> PyTree:
 
     def part(tree: Any) -> Any:
         size = layout.num // layout.parts
-        place = jnp.asarray(rows) - lax.axis_index(AXIS) * size
+        place = np.asarray(rows, np.int32) - lax.axis_index(AXIS) * size
         here = (place >= 0) & (place < size)
 
         def mine(leaf: Array) -> Array:

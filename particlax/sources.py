@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from particlax.checks import refuse_not_finite
-from particlax.data import Minibatches, refuse_words
+from particlax.data import Minibatches, refuse_batches, refuse_words, refuse_wrapped
 from particlax.errors import DataError
 from particlax.flow import Flow, State
 from particlax.streams import Feed, Stream
@@ -26,7 +26,9 @@ def checked_data(flow: Flow, state: State, data: Any, key: Array) -> Any:
             # Only it knows what the target will see: one batch stands for all.
             arrays = data.batch(key, state.step)
     else:
+        refuse_batches(data)
         refuse_words(data)
+        refuse_wrapped(data)
         batch = arrays = data = jax.tree.map(jnp.asarray, data)
         num = num_rows(data)
         refuse_not_finite("the data", data)

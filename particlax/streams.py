@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Int, Key, PyTree
 
 from particlax.checks import whole
-from particlax.data import batch_rows, check_batch, transformed
+from particlax.data import batch_rows, check_batch, refuse_batches, refuse_wrapped, transformed
 from particlax.errors import DataError, known_options
 from particlax.placement import Layout
 from particlax.ready import WAIT_SECONDS, Ready, finite_steps
@@ -56,6 +56,13 @@ class Stream:
         self.source, self.batch_size, self.transform = source, batch_size, transform
         self.ready_made = callable(source) or _is_dataset(source)
         if not self.ready_made:
+            refuse_batches(source)
+            self.source = source = jax.tree.map(_by_position, source)
+            if batch_size is None:
+                raise DataError(
+                    "px.Stream got arrays and no batch_size; expected px.Stream(arrays, 100). Batches that are ready come from a function of the step "
+                    "at which to begin: px.Stream(lambda step: iter(batches[step:]), num_data=N)"
+                )
             self.num_data = check_batch(source, batch_size, transform)
             if num_data not in (None, self.num_data):
                 raise DataError(
@@ -73,6 +80,12 @@ class Stream:
             )
         whole("num_data", num_data, 1)
         self.num_data = num_data
+
+
+def _by_position(leaf: Any) -> Any:
+    """An array whose rows are taken by their number: pandas takes them by label. Types of others than NumPy are made its own."""
+    plain = isinstance(getattr(leaf, "dtype", None), np.dtype) and not hasattr(leaf, "iloc")
+    return leaf if plain else np.asarray(leaf)
 
 
 def _is_dataset(source: Any) -> bool:
@@ -217,6 +230,11 @@ def _rows_of(key: Array, steps: Array, size: int, num: int) -> Array:
     return jax.vmap(rows)(steps) if alike else lax.map(rows, steps)
 
 
+def _narrowed(rows: np.ndarray, dtype: Any) -> np.ndarray:
+    refuse_wrapped(rows)
+    return rows.astype(dtype, copy=False)
+
+
 class _Gathered:
     """Rows of arrays, shuffled as `Minibatches` shuffles them."""
 
@@ -250,7 +268,7 @@ class _Gathered:
         wanted, back = np.unique(rows, return_inverse=True)
         pairs = zip(self.leaves, self.dtypes, strict=True)
         read = [
-            np.asarray(leaf[wanted]).astype(dtype, copy=False)[back.reshape(rows.shape)]
+            _narrowed(np.asarray(leaf[wanted]), dtype)[back.reshape(rows.shape)]
             for leaf, dtype in pairs
         ]
         stacked = jax.tree.unflatten(self.structure, read)

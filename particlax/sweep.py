@@ -11,17 +11,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from particlax.blocks import wide
 from particlax.checkpoints import Checkpoint
-from particlax.checks import refuse_not_finite, whole
-from particlax.data import refuse_words
+from particlax.checks import refuse_not_finite, refuse_traced, whole
+from particlax.data import refuse_words, refuse_wrapped
 from particlax.errors import OptionError, ParticleError, TargetError, told
 from particlax.flow import Flow, State
 from particlax.history import EMPTY, History
-from particlax.networks import as_network
+from particlax.networks import Network, as_network
 from particlax.outputs import NETWORK, called, numbers
 from particlax.particles import join, num_particles
 from particlax.run import Result, Snapshot
@@ -83,16 +82,19 @@ def _member(apply: Any, particles: Any, pair: bool) -> tuple[Any, PyTree]:
     if isinstance(particles, History):
         if not len(particles):
             raise ParticleError(EMPTY)
+        _refuse_plain(network, apply, particles.carried)
         cloud, carried = merged((particles.particles, particles.carried))
         carries = carries or bool(jax.tree.leaves(particles.carried))
         return (Member(plain, None, True), (cloud, carried)) if carries else (plain, cloud)
     state = particles.state if isinstance(particles, Result | Snapshot | Checkpoint) else particles
     if isinstance(particles, Checkpoint) and state is None:
         if particles.shared is not None:
-            raise ParticleError("a partly Bayesian network's checkpoint came; expected px.checkpoints.load(folder, flow=flow, particles=...)")  # fmt: skip
+            raise ParticleError("a partly Bayesian network's checkpoint came; expected px.checkpoints.load(folder, flow=flow, particles=start), where start is what the run began from: flow.init(head, shared=trunk)")  # fmt: skip
+        _refuse_plain(network, apply, particles.carried)
         carries = carries or bool(jax.tree.leaves(particles.carried))
         return Member(plain, None, carries), (particles.particles, particles.carried)
     if isinstance(state, State):
+        _refuse_plain(network, apply, state.carried)
         shared = None if state.shared is None else state.shared.values
         carries = carries or bool(jax.tree.leaves(state.carried))
         return Member(plain, shared, carries), (state.particles, state.carried)
@@ -102,6 +104,15 @@ def _member(apply: Any, particles: Any, pair: bool) -> tuple[Any, PyTree]:
             "carry: px.predictive.categorical(net, result, x)"
         )
     return plain, particles
+
+
+def _refuse_plain(network: Network, apply: Any, carried: PyTree) -> None:
+    """Refuse to predict as a network that carries nothing from the run of one that does. (An apply alone may take what is carried.)"""
+    if jax.tree.leaves(carried) and network is apply and not network.stateful:
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(carried)]
+        raise OptionError(
+            f"the networks of this run carry arrays of shapes {shapes}, and the network that came carries nothing; expected the one that was trained"
+        )
 
 
 class Sweep:
@@ -118,12 +129,12 @@ class Sweep:
         pair: bool = False,
     ):
         whole("batch_size", batch_size, 1)
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((particles, x))):
-            raise OptionError(
-                "predictions are gathered on the host, but particles or inputs came from within jax.jit or another transformation; expected arrays: "
-                "inside, call the networks yourself, as jax.vmap(net.apply, (0, None))(particles, x)"
-            )
+        instead = (
+            "inside, call the networks yourself, as jax.vmap(net.apply, (0, None))(particles, x)"
+        )
+        refuse_traced("px.predictive", (particles, x), instead)
         refuse_words(x)
+        refuse_wrapped(x)
         arrays = (np.ndarray, jax.Array)
         x = jax.tree.map(lambda leaf: leaf if isinstance(leaf, arrays) else np.asarray(leaf), x)
         apply, particles = _member(apply, particles, pair)

@@ -6,6 +6,7 @@ second copy of the package, imported without the hook: what users get.
 
 import importlib
 import sys
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -911,3 +912,70 @@ def test_values_in_messages_are_short():
     assert told(list(range(1000))) == "a list" and told(3.5) == "3.5" and told("mean") == "'mean'"
     assert told(bell) == "the function bell" and told(lambda: 0) == "a function"
     assert told(dict) == "the class dict" and told(object()) == "an object"
+
+
+class Rates(NamedTuple):
+    """A user's own particles, with a name that results have too."""
+
+    state: jax.Array
+    rate: jax.Array
+
+
+def test_particles_with_a_field_named_state(key):
+    target = px.Target(lambda p: -0.5 * (jnp.sum(p.state**2) + p.rate**2))
+    start = Rates(jnp.ones((5, 3)), jnp.arange(5.0))
+    flow = px.svgd(target, optimizer=optax.adam(0.1))
+    result = px.run(flow, start, steps=2, key=key, progress=False)
+    assert result.particles.state.shape == (5, 3)
+    with pytest.raises(px.errors.ParticleError, match="a Result; expected a cloud"):
+        px.run(flow, result, steps=2, key=key, progress=False)
+
+
+@pytest.mark.parametrize("transformed", [jax.jit, jax.vmap])
+def test_runs_within_transformations(transformed, key):
+    target = px.Target(lambda p: -0.5 * jnp.sum(p**2))
+    go = lambda key: px.run(px.sgld(target, step_size=0.1), jnp.ones((5, 3)), steps=2, key=key).particles  # fmt: skip
+    keys = key if transformed is jax.jit else jax.random.split(key)
+    with pytest.raises(px.errors.OptionError, match=r"px.run works on the host.*flow.step"):
+        transformed(go)(keys)
+
+
+def test_debugging_of_nans(key):
+    target = px.Target(lambda p: -0.5 * jnp.sum(p**2))
+    with jax.debug_nans(True):
+        px.run(px.svgd(target, optimizer=optax.adam(0.1)), jnp.arange(15.0).reshape(5, 3), steps=3, key=key, progress=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [["a", "b"], np.array([1j, 2j])])
+def test_scores_that_are_no_real_numbers(wrong):
+    with pytest.raises(px.errors.DataError, match=r"inside has dtype.*real number"):
+        px.predictive.auroc(wrong, [1.0])
+
+
+STRICT = {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise"}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_strict_settings_hold_for_histories_replacements_and_samples(wide, key):
+    settings = STRICT | {"jax_enable_x64": wide}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    try:
+        target = px.Target(lambda p: -0.5 * jnp.sum(p**2))
+        bad = px.Target(lambda p: -0.5 * jnp.sum(p**2) + jnp.where(jnp.sum(p) > 0.4, jnp.nan, 0.0))
+        start = px.particles.normal(key, 60, like=jnp.zeros(3))
+        go = lambda flow, start, **more: px.run(flow, start, steps=6, key=key, progress=False, **more)  # fmt: skip
+        kept = go(px.svgd(target, optimizer=optax.sgd(0.1)), start, thin=2)
+        assert kept.history.particles.shape == (3, 60, 3)
+        mended = go(px.sgld(bad, step_size=0.1), 0.1 * start, on_nonfinite="replace")
+        assert mended.replaced
+        assert px.sample(lambda p: -0.5 * jnp.sum(p**2), jnp.zeros(2), key=key).converged
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def test_names_of_split_that_are_no_names():
+    with pytest.raises(px.errors.OptionError, match="names is 5; expected a list"):
+        px.networks.split(({"w": jnp.zeros((2, 3))}, ()), 5)

@@ -597,7 +597,7 @@ def test_training_that_differs_in_an_array_alone(key, kind):
     for _ in range(3):
         net.apply(params, jnp.ones((4, 3)))
         calls.append(len(counted))
-    assert np.diff(calls).tolist() == [3, 1, 1]  # looked at once for each shape
+    assert np.diff(calls).tolist() == [5, 1, 1]  # looked at once for each shape
 
 
 # ----------------------------------------------------------------------------------- the switch
@@ -1178,3 +1178,129 @@ def test_calls_that_take_more_than_inputs():
         match=r"takes \['a', 'b'\], but nothing gives 'b'.*one pytree x.*is called train",
     ):
         modules.nnx(Two)  # fmt: skip
+
+
+# ------------------------------------------------------------------- what reviews and a try-out found
+
+
+def test_switches_in_the_call_alone_are_refused_or_trained(key):
+    """Where nothing is drawn or carried, training that differs is noticed also if the call's own keyword makes it differ."""
+
+    class Doubling(nnx.Module):
+        def __init__(self, rngs):
+            self.line = nnx.Linear(3, 2, rngs=rngs)
+
+        def __call__(self, x, train):
+            return self.line(x) * (2.0 if train else 1.0)
+
+    class Eq(eqx.Module):
+        line: eqx.nn.Linear
+
+        def __call__(self, x, train):
+            return self.line(x) * (2.0 if train else 1.0)
+
+    for net in (modules.nnx(Doubling), modules.equinox(lambda key: Eq(eqx.nn.Linear(3, 2, key=key)))):  # fmt: skip
+        with pytest.raises(TargetError, match="something else in training"):
+            net.apply(one(net.init(key, 1)), jnp.ones((4, 3)))
+    net = modules.nnx(Doubling, random=True)
+    params, carried = (one(part) for part in net.init(key, 1))
+    x = jnp.ones((4, 3))
+    trained, _ = net.forward(params, x, carried, key)
+    np.testing.assert_allclose(trained, 2 * net.apply(params, x, carried), rtol=1e-6)
+
+
+def test_switches_by_other_names_are_refused(key):
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x, is_eval=True):
+            return nn.BatchNorm(use_running_average=is_eval)(nn.Dense(2)(x))
+
+    class Nnx(nnx.Module):
+        def __init__(self, rngs):
+            self.line = nnx.Linear(3, 2, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x, enable_dropout=False):
+            return self.drop(self.line(x), deterministic=not enable_dropout)
+
+    with pytest.raises(OptionError, match=r"'is_eval', which looks like a switch.*would be True in both.*predict=\{'is_eval': False\}"):  # fmt: skip
+        modules.linen(Linen(), jnp.ones((2, 3)))
+    assert modules.linen(Linen(), jnp.ones((2, 3)), train={"is_eval": False}).stateful
+    with pytest.raises(OptionError, match="'enable_dropout', which looks like a switch"):
+        modules.nnx(Nnx)
+
+
+def test_networks_remember_nothing_that_a_checkpoint_would_see(key, tmp_path):
+    class Attends(nnx.Module):
+        def __init__(self, rngs):
+            self.a = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+            self.out = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.a(x).mean(1))
+
+    net = modules.nnx(Attends)
+    assert not net.stateful
+    flow = px.w_sgld_b(networks.classifier(net, num_data=8), step_size=1e-3)
+    data = {"x": np.ones((8, 2, 4), np.float32), "y": np.arange(8) % 3}
+    start = net.init(key, 3)
+    go = lambda steps: px.run(flow, start, steps=steps, key=key, data=data, progress=False, checkpoint=tmp_path)  # fmt: skip
+    first = go(2)
+    px.predictive.categorical(net, first, data["x"])
+    assert int(go(4).state.step) == 4
+
+
+def test_parameters_in_another_order_are_known_by_their_names(key, tmp_path):
+    net = modules.equinox(lambda key: eqx.nn.MLP(3, 4, 4, 2, key=key))
+    flow = px.w_sgld_b(networks.classifier(net, num_data=40), step_size=1e-3)
+    data = {"x": X.astype(np.float32), "y": Y}
+    result = px.run(flow, net.init(key, 3), steps=2, key=key, data=data, progress=False, checkpoint=tmp_path)  # fmt: skip
+    read = px.checkpoints.load(tmp_path)  # as dicts, in the order of their names
+    found = px.predictive.categorical(net, read, data["x"]).probs
+    np.testing.assert_array_equal(found, px.predictive.categorical(net, result, data["x"]).probs)
+    with pytest.raises(ParticleError, match="expected those of init"):
+        px.predictive.categorical(net, {"other": jnp.zeros((3, 2))}, data["x"])
+
+
+def test_an_nnx_state_is_taken_for_parameters():
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    net = modules.nnx(lambda rngs: nnx.Linear(3, 4, rngs=rngs))
+    x = X.astype(np.float32)
+    found = net.apply(nnx.state(model, nnx.Param), x)
+    np.testing.assert_allclose(found, model(x), rtol=1e-6)
+
+
+def test_functions_that_flax_compiled_are_no_modules(key):
+    net = modules.nnx(lambda rngs: nnx.Linear(3, 4, rngs=rngs))
+    cloud, x = net.init(key, 3), X.astype(np.float32)
+    found = px.predictive.categorical(nnx.jit(net.apply), cloud, x)
+    wanted = px.predictive.categorical(net, cloud, x)
+    np.testing.assert_allclose(found.probs, wanted.probs, rtol=1e-5)
+    for module in (nn.Dense(3), nnx.Linear(3, 4, rngs=nnx.Rngs(0))):
+        with pytest.raises(OptionError, match="a module"):
+            px.predictive.categorical(module, cloud, x)
+
+
+def test_loops_over_keys_that_no_layer_uses_stay_plain(key):
+    class Loop(eqx.Module):
+        line: eqx.nn.Linear
+        drop: eqx.nn.Dropout
+
+        def __call__(self, x, key=None):
+            keys = None if key is None else jax.random.split(key, 3)
+            turn = lambda h, k: (jax.nn.gelu(self.drop(self.line(h), key=k)), None)
+            return jax.lax.scan(turn, x, keys, length=3)[0]
+
+    net = modules.equinox(lambda key: Loop(eqx.nn.Linear(3, 3, key=key), eqx.nn.Dropout(0.0)))
+    assert not net.stateful
+    assert net.apply(one(net.init(key, 1)), jnp.ones((4, 3))).shape == (4, 3)
+
+
+def test_results_of_other_networks_are_refused(key):
+    norm = modules.equinox(functools.partial(Eqx, True, 0.0))
+    flow = px.w_sgld_b(networks.classifier(norm, num_data=40), step_size=1e-3)
+    data = {"x": X.astype(np.float32), "y": Y}
+    result = px.run(flow, flow.init(*norm.init(key, 3)), steps=1, key=key, data=data, progress=False)  # fmt: skip
+    plain = modules.equinox(functools.partial(Eqx, False, 0.0))
+    with pytest.raises(OptionError, match="the network that came carries nothing"):
+        px.predictive.categorical(plain, result, data["x"])

@@ -776,3 +776,65 @@ def test_strict_settings_of_jax(setting, key):
             assert np.all(np.isfinite(target.score(result.particles, two)[1]))
         found = px.sample(wave, jnp.zeros(2), key=key, num_draws=200, progress=False)
     assert found.draws.shape == (200, 2)
+
+
+# ------------------------------------------------------------------- what a try-out found
+
+
+def test_labels_that_are_no_whole_numbers_are_refused_outside_of_runs_too(net, key):
+    batch = {"x": jnp.ones((5, 4)), "y": jnp.arange(5) % 3 + 0.5}
+    target = networks.classifier(net, num_data=5)
+    with pytest.raises(DataError, match="of dtype float32 and the network has 3 logits"):
+        target.score(net.init(key, 2), batch)
+
+
+def test_noise_of_the_last_axes(key):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(6, 4)), rng.normal(size=(1, 4, 2, 3))
+    y, sd = rng.normal(size=(6, 2, 3)), np.array([0.5, 1.0, 2.0])
+    apply = lambda w, x: jnp.einsum("nd,dlk->nlk", x, w)
+    target = networks.regressor(apply, num_data=6, noise=lambda w: jnp.asarray(sd), prior=1e30)
+    value = target.score(jnp.asarray(w, jnp.float32), {"x": jnp.asarray(x), "y": jnp.asarray(y)})[0]
+    each = -0.5 * ((y - np.einsum("nd,dlk->nlk", x, w[0])) / sd) ** 2 - np.log(sd)
+    wanted = np.sum(each - 0.5 * np.log(2 * np.pi))
+    np.testing.assert_allclose(value, [wanted], rtol=1e-5)
+    pred = px.predictive.normal(apply, w.astype(np.float32), x.astype(np.float32), noise=lambda w: jnp.asarray(sd))  # fmt: skip
+    np.testing.assert_allclose(pred.log_density(y).sum(), wanted, rtol=1e-5)
+
+
+def test_functions_that_are_pairs_are_compared_by_both(key):
+    both = lambda w, x: (x @ w[..., 0], jax.nn.softplus(x @ w[..., 1]))
+    joined = lambda w, x: jnp.stack(both(w, x), 0).T
+    x, w = jax.random.normal(key, (7, 3)), jax.random.normal(key, (5, 3, 2))
+    cloud = px.terms.Cloud(w, w, jnp.int32(0), px.terms.Frame(), w)
+    force = lambda apply: networks.FunctionSpace(apply, x)(cloud, None, ())[0].drift
+    np.testing.assert_allclose(force(both), force(joined), rtol=1e-5, atol=1e-6)
+    assert float(jnp.abs(force(both)).max()) > 1e-3
+
+
+def test_forward_that_fails_says_what_was_expected(key):
+    two = networks.Network(
+        lambda k: (jnp.zeros((4, 3)), {"n": jnp.zeros(())}),
+        lambda w, x, c: x @ w,
+        lambda w, x, c: (x @ w, c),
+        stateful=True,
+    )
+    flow = px.w_sgld_b(networks.classifier(two, num_data=5), step_size=0.1)
+    data = {"x": np.ones((5, 4), np.float32), "y": np.zeros(5, int)}
+    start = px.particles.normal(key, 3, like=jnp.zeros((4, 3)))
+    with pytest.raises(TargetError, match=r"forward\(params, x, carried, key\) failed, TypeError.*expected a function of these four"):  # fmt: skip
+        px.run(flow, flow.init(start, {"n": jnp.zeros(3)}), steps=1, key=key, data=data)
+
+
+def test_starts_that_draw_by_numpy_from_their_key_are_refused(key):
+    net = networks.Network(lambda k: jnp.asarray(np.asarray(jax.random.normal(k, (3,)))), apply)
+    with pytest.raises(OptionError, match="NumPy array of what it draws from its key"):
+        net.init(key, 3)
+
+
+def test_one_logit_for_two_classes_has_its_hint_in_runs(key):
+    flow = px.w_sgld_b(networks.classifier(lambda w, x: x @ w, num_data=5), step_size=0.1)
+    data = {"x": np.ones((5, 4), np.float32), "y": np.zeros(5, int)}
+    start = px.particles.normal(key, 3, like=jnp.zeros(4))
+    with pytest.raises(TargetError, match=r"jnp.stack\(\[0 \* z, z\], -1\)"):
+        px.run(flow, start, steps=1, key=key, data=data)

@@ -266,7 +266,7 @@ def test_other_bad_data_are_refused():
         px.errors.DataError, match=r"the data are a dict of \['inputs', 'y'\]; expected a dict"
     ):
         started()({"inputs": X, "y": Y})
-    with pytest.raises(px.errors.DataError, match="the data are tuple; expected a dict"):
+    with pytest.raises(px.errors.DataError, match="the data are a tuple; expected a dict"):
         started()((X, Y))
 
 

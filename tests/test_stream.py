@@ -602,3 +602,90 @@ def test_errors_of_the_source_come_through(arrays, small_blocks):
 
     with pytest.raises(OSError, match="the disk is gone"):
         go(FLOWS["sgld"], px.Stream(batches, num_data=ROWS), 20)
+
+
+def test_rows_are_taken_by_position_also_of_pandas_and_other_types(arrays, key):
+    pandas = pytest.importorskip("pandas")
+    order = np.random.default_rng(1).permutation(ROWS)
+    y = pandas.Series(arrays["y"], index=order)  # shuffled labels: by label, others would come
+
+    class Elsewhere:
+        """An array whose dtype is not NumPy's, as a torch tensor's."""
+
+        shape, dtype = arrays["x"].shape, "elsewhere.float32"
+
+        def __array__(self, dtype=None, copy=None):
+            return arrays["x"]
+
+        def __getitem__(self, rows):
+            raise AssertionError("not in its own words")
+
+    flow = px.sgld(TARGET, step_size=1e-3)
+    start = px.particles.normal(key, 4, like=jnp.zeros(5))
+    run = lambda data: px.run(flow, start, steps=9, key=key, data=data, progress=False).particles
+    wanted = np.asarray(run(px.Minibatches(arrays, SIZE)))
+    frame = pandas.DataFrame(arrays["x"], index=order)
+    for x in (arrays["x"], frame, Elsewhere()):
+        found = np.asarray(run(px.Stream({"x": x, "y": y}, SIZE)))
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_arrays_of_others_with_rows_by_number(key):
+    class Lazy:
+        shape, dtype = (ROWS, 5), np.dtype("float32")
+        values = np.random.default_rng(0).normal(size=(ROWS, 5)).astype(np.float32)
+
+        def __getitem__(self, rows):
+            return self.values[rows]
+
+        def __iter__(self):
+            return iter(self.values)
+
+        def __len__(self):
+            return ROWS
+
+    stream = px.Stream(Lazy(), SIZE)
+    assert (stream.num_data, stream.ready_made) == (ROWS, False)
+    found = Feed(stream, key, (0, 0, 3)).at(0).batch(key, jnp.int32(1))
+    wanted = px.Minibatches(Lazy.values, SIZE).batch(key, jnp.int32(1))
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_whole_numbers_that_would_wrap_are_refused(key):
+    large = np.arange(ROWS) + 2**32
+    target = px.Target(
+        log_prior=lambda w: -0.5 * w**2,
+        log_likelihood=lambda w, y: -0.5 * (y - w) ** 2,
+        num_data=ROWS,
+    )
+    flow, start = px.sgld(target, step_size=1e-3), jnp.zeros(3)
+    run = lambda data: px.run(flow, start, steps=2, key=key, data=data, progress=False)
+    ready_made = px.Stream(lambda step: iter([large[:5]] * 9), num_data=ROWS)
+    for wrong in (lambda: large, lambda: px.Minibatches(large, SIZE), lambda: px.Stream(large, SIZE), lambda: ready_made):  # fmt: skip
+        with pytest.raises(px.errors.DataError, match=r"int64 with numbers from 4294967\d+ to \d+, and JAX holds them as int32.*floats"):  # fmt: skip
+            run(wrong())
+    run(px.Stream(large - 2**32, SIZE))
+
+
+def test_lists_of_batches_and_arrays_without_a_batch_size_say_what_to_do(arrays, key):
+    batches = [{"x": arrays["x"][:SIZE], "y": arrays["y"][:SIZE]}] * 3
+    flow = px.sgld(TARGET, step_size=1e-3)
+    with pytest.raises(px.errors.DataError, match=r"a list of 3 batches; expected arrays.*px.Stream"):  # fmt: skip
+        px.run(flow, jnp.zeros((3, 5)), steps=1, key=key, data=batches, progress=False)
+    with pytest.raises(px.errors.DataError, match=r"a list of 3 batches; expected arrays.*px.Stream"):  # fmt: skip
+        px.Stream(batches, num_data=ROWS)
+    with pytest.raises(px.errors.DataError, match=r"no batch_size; expected px.Stream\(arrays, 100\)"):  # fmt: skip
+        px.Stream(arrays)
+
+
+def test_a_batch_in_which_nothing_counts_is_none_too_many(key):
+    data = {"x": np.ones((12, 5), np.float32), "y": np.zeros(12, int)}
+    mask = np.arange(12) >= 4
+    part = lambda i: {name: a[i : i + 4] for name, a in {**data, "mask": mask}.items()}
+    parts = [part(i) for i in (0, 4, 8)]
+    flow = px.w_sgld_b(px.networks.classifier(net, num_data=12), step_size=1e-3)
+    run = lambda data: px.run(flow, networks(3), steps=3, key=key, data=data, progress=False)
+    run(px.Stream(lambda step: iter(parts[step:]), num_data=12))
+    run(px.Minibatches(data, 4, lambda k, b: {**b, "mask": jnp.arange(4) < 0}))
+    with pytest.raises(px.errors.DataError, match="the mask is false everywhere"):
+        run({**data, "mask": mask & ~mask})
