@@ -135,7 +135,9 @@ def told(value: Any) -> str:
         return f"{'an' if str(dtype)[0] in 'iou' else 'a'} {dtype} array of shape {shape}"
     if inspect.isfunction(value):
         return "a function" if value.__name__ == "<lambda>" else f"the function {value.__name__}"
-    long = len(said := repr(value)) > LONG or "\n" in said or " at 0x" in said
+    many = isinstance(value, (list, tuple, dict, set)) and len(value) > LONG
+    said = "" if many else repr(value)
+    long = many or len(said) > LONG or "\n" in said or " at 0x" in said
     return f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} {kind.__name__}" if long else said
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import numpy as np
 
 from particlax.checks import positive, refuse_not_finite
@@ -71,6 +72,8 @@ def selected(index: Any, like: np.ndarray) -> tuple[tuple, np.ndarray]:
 
 def labels_of(y: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The labels of predictions of shape [n, ..., C], checked."""
+    if isinstance(y, eqx.Module):
+        raise DataError(f"the labels are a {type(y).__name__}; expected an array of whole numbers")
     y, (*wanted, num) = np.asarray(y), shape
     whole_numbers = y.dtype.kind in "biu"
     if list(y.shape) != wanted or not whole_numbers or y.min() < 0 or y.max() >= num:
