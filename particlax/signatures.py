@@ -5,7 +5,7 @@ from typing import Any
 
 from particlax.errors import OptionError
 
-__all__ = ["SWITCH", "SWITCHES", "called_with", "check_call", "maker"]
+__all__ = ["called_with", "check_call", "maker"]
 
 SWITCHES = {"train": True, "training": True, "is_training": True, "is_train": True}
 SWITCHES |= {"deterministic": False, "inference": False, "use_running_average": False}

@@ -20,7 +20,7 @@ from particlax.data import refuse_words, refuse_wrapped
 from particlax.errors import OptionError, ParticleError, TargetError, told
 from particlax.flow import Flow, State
 from particlax.history import EMPTY, History
-from particlax.networks import Network, as_network
+from particlax.networks import as_network
 from particlax.outputs import NETWORK, called, numbers
 from particlax.particles import join, num_particles
 from particlax.run import Result, Snapshot
@@ -70,49 +70,49 @@ def merged(tree: PyTree, last: int | None = None) -> PyTree:
 
 def _member(apply: Any, particles: Any, pair: bool) -> tuple[Any, PyTree]:
     """A function of one member of a cloud and of rows, and the cloud."""
+    found = _gathered(particles)
+    network = as_network(apply, "apply")
+    plain = Both(network.apply) if pair else network.apply
+    if found is None and network.stateful:
+        raise OptionError(
+            "the network is stateful but plain particles came; give the run's result or its history, which also hold what they "
+            "carry: px.predictive.categorical(net, result, x)"
+        )
+    if found is None:
+        return plain, particles
+    cloud, carried, shared = found
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(carried)]
+    # An apply alone may take what is carried.
+    if shapes and network is apply and not network.stateful:
+        raise OptionError(
+            f"the networks of this run carry arrays of shapes {shapes}, and the network that came carries nothing; expected the one that was trained"
+        )
+    return Member(plain, shared, network.stateful or bool(shapes)), (cloud, carried)
+
+
+def _gathered(particles: Any) -> tuple[PyTree, PyTree, PyTree] | None:
+    """The cloud, what it carries and what it shares, of a run's result, history or checkpoint; None for a cloud alone."""
     if particles is None:
         raise ParticleError(
             "no particles came; expected a cloud, a run's result, or the history of px.run(..., thin=100)"
         )
     if isinstance(particles, Flow):
         raise ParticleError("a flow came in place of particles; expected a run's result")
-    network = as_network(apply, "apply")
-    carries, plain = network.stateful, network.apply
-    plain = Both(plain) if pair else plain
     if isinstance(particles, History):
         if not len(particles):
             raise ParticleError(EMPTY)
-        _refuse_plain(network, apply, particles.carried)
-        cloud, carried = merged((particles.particles, particles.carried))
-        carries = carries or bool(jax.tree.leaves(particles.carried))
-        return (Member(plain, None, True), (cloud, carried)) if carries else (plain, cloud)
-    state = particles.state if isinstance(particles, Result | Snapshot | Checkpoint) else particles
-    if isinstance(particles, Checkpoint) and state is None:
+        return *merged((particles.particles, particles.carried)), None
+    if isinstance(particles, Checkpoint) and particles.state is None:
         if particles.shared is not None:
-            raise ParticleError("a partly Bayesian network's checkpoint came; expected px.checkpoints.load(folder, flow=flow, particles=start), where start is what the run began from: flow.init(head, shared=trunk)")  # fmt: skip
-        _refuse_plain(network, apply, particles.carried)
-        carries = carries or bool(jax.tree.leaves(particles.carried))
-        return Member(plain, None, carries), (particles.particles, particles.carried)
-    if isinstance(state, State):
-        _refuse_plain(network, apply, state.carried)
-        shared = None if state.shared is None else state.shared.values
-        carries = carries or bool(jax.tree.leaves(state.carried))
-        return Member(plain, shared, carries), (state.particles, state.carried)
-    if carries:
-        raise OptionError(
-            "the network is stateful but plain particles came; give the run's result or its history, which also hold what they "
-            "carry: px.predictive.categorical(net, result, x)"
-        )
-    return plain, particles
-
-
-def _refuse_plain(network: Network, apply: Any, carried: PyTree) -> None:
-    """Refuse to predict as a network that carries nothing from the run of one that does. (An apply alone may take what is carried.)"""
-    if jax.tree.leaves(carried) and network is apply and not network.stateful:
-        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(carried)]
-        raise OptionError(
-            f"the networks of this run carry arrays of shapes {shapes}, and the network that came carries nothing; expected the one that was trained"
-        )
+            raise ParticleError(
+                "a partly Bayesian network's checkpoint came; expected px.checkpoints.load(folder, flow=flow, particles=start), where start is "
+                "what the run began from: flow.init(head, shared=trunk)"
+            )
+        return particles.particles, particles.carried, None
+    state = particles.state if isinstance(particles, Result | Snapshot | Checkpoint) else particles
+    if not isinstance(state, State):
+        return None
+    return state.particles, state.carried, None if state.shared is None else state.shared.values
 
 
 class Sweep:
