@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -98,35 +98,33 @@ def transformed(transform: Any, key: Key[Array, ""], step: Int[Array, ""], batch
 def refuse_batches(arrays: PyTree) -> None:
     """Refuse what yields batches in place of arrays."""
     array = isinstance(arrays, (str, range)) or any(hasattr(arrays, name) for name in AS_ARRAY)
-    parts = arrays if isinstance(arrays, list) else []
     yields = (callable(arrays) or isinstance(arrays, Iterable)) and not array and _is_leaf(arrays)
-    several = len(parts) > 1 and _same_names(parts)
-    if yields or several:
-        came = f"a list of {len(parts)} batches" if several else told(arrays)
+    if yields:
         raise DataError(
-            f"the data are {came}; expected arrays. What yields batches goes into px.Stream(function, num_data=N), where function(step) "
+            f"the data are {told(arrays)}; expected arrays. What yields batches goes into px.Stream(function, num_data=N), where function(step) "
             "returns an iterator of them that begins at that step"
         )
-
-
-def _same_names(parts: list[Any]) -> bool:
-    return all(isinstance(part, Mapping) and part.keys() == parts[0].keys() for part in parts)
 
 
 AS_ARRAY = ("__array__", "toarray", "dtype")
 """What tells of an array, or of something that becomes one."""
 
 
+def held_as(array: np.ndarray) -> np.dtype:
+    """The type in which JAX holds such an array, with the settings of today."""
+    return jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype.kind in "iu" else array.dtype
+
+
 def refuse_wrapped(arrays: PyTree) -> None:
     """Refuse whole numbers of 64 bits that JAX, set to 32, would turn into others without a word."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        kind = getattr(leaf, "dtype", None)
-        if not isinstance(kind, np.dtype) or kind.kind not in "iu" or not np.size(leaf):
+        if isinstance(leaf, jax.Array):
+            continue  # JAX holds it already
+        plain = np.asarray(leaf)  # pandas has its own types
+        kind, held = plain.dtype, held_as(plain)
+        if kind.kind not in "iu" or not plain.size or held == kind:
             continue
-        held = jax.dtypes.canonicalize_dtype(kind)
-        if held == kind:
-            continue
-        low, high = int(np.min(leaf)), int(np.max(leaf))
+        low, high = int(plain.min()), int(plain.max())
         if low < np.iinfo(held).min or high > np.iinfo(held).max:
             raise DataError(
                 f"data{jax.tree_util.keystr(path)} is {kind} with numbers from {low} to {high}, and JAX holds them as {held}; expected numbers that "

@@ -6,7 +6,6 @@ trains in the module's training mode and predicts outside it. Flax is imported w
 """
 
 import dataclasses
-import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -145,8 +144,7 @@ def linen(
         return out, new or ()
 
     name, example = type(module).__name__, jax.tree.map(jnp.asarray, example)
-    switches = bool(fields) or words[0] != words[1]
-    like, random = _examined(name, initial, run, example, switches=switches)
+    like, random = _examined(name, initial, run, example)
     begin = jax.jit(lambda key: initial(key, example))  # which leaves the outputs out
     return _network(name, begin, run, like, random=random)
 
@@ -219,7 +217,7 @@ def _ways(draws: bool, asked: bool | None, *, switches: bool) -> dict[str, bool]
     return {"random": random, "switches": switches and asked is not False}
 
 
-def _examined(name: str, initial: Any, run: Any, x: Any, *, switches: bool) -> tuple[Any, bool]:
+def _examined(name: str, initial: Any, run: Any, x: Any) -> tuple[Any, bool]:
     """What a Linen module has, as shapes, and whether it uses its keys in training, or trains otherwise than it predicts."""
     key, shapes, predict = jax.random.key(0), _shapes(x), lambda p, c: run(p, c, x, None)[0]
     like = _tried(name, "initialisation", x, jax.eval_shape, initial, key, x)
@@ -232,8 +230,8 @@ def _examined(name: str, initial: Any, run: Any, x: Any, *, switches: bool) -> t
     if _shapes(new) != _shapes(like[1]):
         came = f"arrays of shapes {_shapes(like[1])}, and {_shapes(new)} after a step"
         raise OptionError(f"{name} carries {came}; expected no change: leave out what it sows")
-    one_way = not switches or bool(_shapes(like[1]))  # what carries something is stateful anyway
-    return like, uses_last(made, 2) or not (one_way or computed_alike(run, like, x))
+    # What carries something is stateful anyway.
+    return like, bool(like[1]) or uses_last(made, 2) or not computed_alike(run, like, x)
 
 
 def _reseeded(streams: Any, base: Any) -> list[Any]:
@@ -270,7 +268,8 @@ def _network(
             )
         found = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
         if [*found] != names:  # as a checkpoint has them, or an nnx.State
-            found = {path.removesuffix("/value"): leaf for path, leaf in found.items()}
+            if found.keys() != set(names):
+                found = {path.removesuffix("/value"): leaf for path, leaf in found.items()}
             if found.keys() == set(names):
                 params = jax.tree.unflatten(structure, [found[path] for path in names])
         for what, part, shapes in zip(("", "carried "), (params, carried), wanted, strict=True):
@@ -282,13 +281,11 @@ def _network(
         if (came := leaf_names(params)) != names:
             wish = f"expected those of {usage}, in their structure"
             raise errors.ParticleError(f"{name} has parameters {names}, but {came} came; {wish}")
+        carried = _filled(like[1], carried)
         keys = key if key is None else tuple(jax.random.split(key))
         return _tried(name, "training" if keys else "prediction", x, run, params, carried, x, keys)
 
-    @functools.cache  # not a dict, which would be part of a run's description
-    def one_way(structure: Any, *leaves: Any) -> bool:
-        params, x = jax.tree.unflatten(structure, leaves)
-        return _tried(name, "training", x, computed_alike, run, (params, ()), x)
+    known = _Known()
 
     def plain(params: PyTree, x: Any) -> Any:
         """A network that nothing is drawn or carried for has one way to be called."""
@@ -296,8 +293,10 @@ def _network(
         if not switches:
             return out
         as_shape = lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a))
-        leaves, structure = jax.tree.flatten(jax.tree.map(as_shape, (params, x)))
-        if not one_way(structure, *leaves):
+        shapes = jax.tree.map(as_shape, (params, x))
+        like = (shapes[0], ()), shapes[1]
+        ask = lambda: _tried(name, "training", x, computed_alike, run, *like)
+        if not known.answer(shapes, ask):
             raise TargetError(
                 f"{name} computes something else in training than in prediction, but draws nothing and carries nothing, which would "
                 f"tell that it has to be trained so; expected one or the other: make it with random=True, or random=False to train it as it predicts"
@@ -308,6 +307,24 @@ def _network(
         return Network(lambda key: start(key)[0], plain)
     apply = lambda params, x, carried=(): forward(params, x, carried)[0]
     return Network(start, apply, forward, stateful=True)
+
+
+class _Known:
+    """Answers that were given once, by shapes. No dict: it is no part of a run's description, and is pickled empty."""
+
+    def __init__(self) -> None:
+        self.answers: dict[Any, bool] = {}
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def answer(self, shapes: PyTree, ask: Callable[[], bool]) -> bool:
+        """What was answered for these shapes, or is now."""
+        leaves, structure = jax.tree.flatten(shapes)
+        place = structure, tuple(leaves)
+        if place not in self.answers:
+            self.answers[place] = ask()
+        return self.answers[place]
 
 
 def _tried(name: str, doing: str, x: Any, function: Any, *args: Any) -> Any:

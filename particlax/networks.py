@@ -352,7 +352,7 @@ def _target(
     def validate(params: PyTree, carried: PyTree, batch: Any, data: Any) -> None:
         outputs.refuse_unread(batch)
         mask = data.get("mask")  # of all data, or of one batch, in which nothing may count
-        if mask is not None and len(mask) == num_data and not np.any(mask):
+        if np.ndim(mask) and len(mask) == num_data and not np.any(mask):
             raise DataError("the mask is false everywhere, so no datum counts; expected true where one does")  # fmt: skip
         if not net.stateful:
             found = jax.eval_shape(plain, params, batch)

@@ -218,7 +218,7 @@ def auroc(inside: Values, outside: Values) -> float:
             raise DataError(
                 f"{name} is {type(part).__name__}; expected a score for each input, for instance pred.entropy().total"
             )
-        if np.asarray(part).dtype.kind not in "fiub":
+        if np.asarray(part).dtype.kind in "cSUMm":
             raise DataError(
                 f"{name} has dtype {np.asarray(part).dtype}; expected a real number for each input"
             )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from particlax.data import refuse_wrapped
+from particlax.data import held_as, refuse_wrapped
 from particlax.errors import DataError, told
 from particlax.target import num_rows
 
@@ -208,10 +208,16 @@ def _shapes(batch: PyTree) -> Any:
 
 
 def finite_steps(stacked: PyTree, step: int) -> int:
-    """How many of the stacked batches come before one that is not finite, which is an error when it is the first."""
+    """How many of the stacked batches come before one that is not finite, or whose whole numbers JAX cannot hold: an error when it is the first."""
     count = len(jax.tree.leaves(stacked)[0])
     for path, leaf in jax.tree_util.tree_leaves_with_path(stacked):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if (held := held_as(leaf)) != leaf.dtype:
+            steps, most = leaf.reshape(len(leaf), -1), np.iinfo(held)
+            good = (steps.min(1) >= most.min) & (steps.max(1) <= most.max)
+            if not good[0]:
+                refuse_wrapped(jax.tree.map(lambda part: part[0], stacked))
+            count = min(count, len(good) if good.all() else int(np.argmin(good)))
+        elif jnp.issubdtype(leaf.dtype, jnp.inexact):
             good = np.isfinite(leaf).reshape(len(leaf), -1).all(1)
             if not good[0]:
                 raise DataError(

@@ -43,11 +43,13 @@ def check_call(module: Any, wanted: list[str], given: Any, known: Any = ()) -> N
             do += f". A switch between training and prediction is called {', '.join(SWITCHES)}"
         raise OptionError(f"{takes}, but nothing gives {unknown[0]!r}; expected x alone: {do}")
     for name in set(names) - {*given, *known, *words[0]}:
-        if isinstance(places[name].default, bool) and ALIKE.intersection(name.lower().split("_")):
+        parts = name.lower().split("_")
+        about = ALIKE.intersection(parts) and parts[0] not in ("return", "output")
+        if isinstance(places[name].default, bool) and about:
             tell = f", or tell linen, as in train={{{name!r}: True}}, predict={{{name!r}: False}}"
             raise OptionError(
                 f"{takes}, and {name!r}, which looks like a switch between training and prediction, would be {places[name].default} in both; "
-                f"expected a name that says so, one of {', '.join(SWITCHES)}{tell * linen}"
+                f"expected a name that says so, one of {', '.join(SWITCHES)}{tell * linen}. If it is none, wrap the module in one that takes x alone"
             )
 
 

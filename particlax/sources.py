@@ -32,7 +32,10 @@ def checked_data(flow: Flow, state: State, data: Any, key: Array) -> Any:
         batch = arrays = data = jax.tree.map(jnp.asarray, data)
         num = num_rows(data)
         refuse_not_finite("the data", data)
-    _refuse_other_size(num, wanted)
+    listed = (
+        ". A list of batches goes into px.Stream(lambda step: iter(batches[step:]), num_data=N)"
+    )
+    _refuse_other_size(num, wanted, listed * isinstance(data, list))
     flow.check_data(state, batch, arrays)
     return data
 
@@ -51,9 +54,9 @@ def check_stream(flow: Flow, state: State, data: Stream, feed: Feed, key: Array)
     flow.check_data(state, batch, rows)
 
 
-def _refuse_other_size(num: int, wanted: int) -> None:
+def _refuse_other_size(num: int, wanted: int, hint: str = "") -> None:
     if num != wanted:
         raise DataError(
             f"the data have {num} rows but the target was made with num_data={wanted}; expected the same "
-            "number, since the likelihood is scaled by num_data / batch size"
+            f"number, since the likelihood is scaled by num_data / batch size{hint}"
         )

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Int, Key, PyTree
 
 from particlax.checks import whole
-from particlax.data import batch_rows, check_batch, refuse_batches, refuse_wrapped, transformed
+from particlax.data import batch_rows, check_batch, refuse_batches, transformed
 from particlax.errors import DataError, known_options
 from particlax.placement import Layout
 from particlax.ready import WAIT_SECONDS, Ready, finite_steps
@@ -84,8 +84,11 @@ class Stream:
 
 def _by_position(leaf: Any) -> Any:
     """An array whose rows are taken by their number: pandas takes them by label. Types of others than NumPy are made its own."""
-    plain = isinstance(getattr(leaf, "dtype", None), np.dtype) and not hasattr(leaf, "iloc")
-    return leaf if plain else np.asarray(leaf)
+    try:
+        np.dtype(leaf.dtype)
+    except (AttributeError, TypeError):
+        return np.asarray(leaf)
+    return np.asarray(leaf) if hasattr(leaf, "iloc") else leaf
 
 
 def _is_dataset(source: Any) -> bool:
@@ -230,11 +233,6 @@ def _rows_of(key: Array, steps: Array, size: int, num: int) -> Array:
     return jax.vmap(rows)(steps) if alike else lax.map(rows, steps)
 
 
-def _narrowed(rows: np.ndarray, dtype: Any) -> np.ndarray:
-    refuse_wrapped(rows)
-    return rows.astype(dtype, copy=False)
-
-
 class _Gathered:
     """Rows of arrays, shuffled as `Minibatches` shuffles them."""
 
@@ -266,14 +264,18 @@ class _Gathered:
             rows = rows if places is None else rows[:, places]
         # In the order of the file, each row once: kind to disks, and all that some formats allow.
         wanted, back = np.unique(rows, return_inverse=True)
-        pairs = zip(self.leaves, self.dtypes, strict=True)
-        read = [
-            _narrowed(np.asarray(leaf[wanted]), dtype)[back.reshape(rows.shape)]
-            for leaf, dtype in pairs
+        read = []
+        for leaf, dtype in zip(self.leaves, self.dtypes, strict=True):
+            found = np.asarray(leaf[wanted])
+            # Whole numbers are looked at before they are cut, others after.
+            with np.errstate(over="ignore"):  # such numbers are not finite then, which is said
+                found = found if found.dtype.kind in "iu" else found.astype(dtype, copy=False)
+            read.append(found[back.reshape(rows.shape)])
+        good = finite_steps(jax.tree.unflatten(self.structure, read), step)
+        held = [
+            rows[:good].astype(d, copy=False) for rows, d in zip(read, self.dtypes, strict=True)
         ]
-        stacked = jax.tree.unflatten(self.structure, read)
-        good = finite_steps(stacked, step)
-        return jax.tree.map(lambda leaf: leaf[:good], stacked)
+        return jax.tree.unflatten(self.structure, held)
 
     def position(self, step: int) -> Any:
         """Nothing: rows are a function of the step number."""

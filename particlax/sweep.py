@@ -72,7 +72,7 @@ def _member(apply: Any, particles: Any, pair: bool) -> tuple[Any, PyTree]:
     """A function of one member of a cloud and of rows, and the cloud."""
     found = _gathered(particles)
     network = as_network(apply, "apply")
-    plain = Both(network.apply) if pair else network.apply
+    plain = Both(_hashable(network.apply)) if pair else _hashable(network.apply)
     if found is None and network.stateful:
         raise OptionError(
             "the network is stateful but plain particles came; give the run's result or its history, which also hold what they "
@@ -88,6 +88,11 @@ def _member(apply: Any, particles: Any, pair: bool) -> tuple[Any, PyTree]:
             f"the networks of this run carry arrays of shapes {shapes}, and the network that came carries nothing; expected the one that was trained"
         )
     return Member(plain, shared, network.stateful or bool(shapes)), (cloud, carried)
+
+
+def _hashable(apply: Any) -> Any:
+    """Programs are kept by what they compute: a method counts by its object, if that has no hash."""
+    return apply if isinstance(apply, Hashable) else apply.__call__
 
 
 def _gathered(particles: Any) -> tuple[PyTree, PyTree, PyTree] | None:
@@ -157,7 +162,7 @@ class Sweep:
             raise TargetError(
                 f"apply returned {came} for one particle and n = {size} rows, x of shape {sizes[0] if len(sizes) == 1 else sizes}; expected real {wanted}. Of one datum x give x[None]"
             )
-        self.apply = apply if isinstance(apply, Hashable) else apply.__call__
+        self.apply = _hashable(apply)
         self.params = jax.vmap(apply.params)(cloud) if isinstance(apply, Member) else cloud
         self.cloud, self.x, self.size, self.logits = cloud, x, size, logits
         self.shape = (num, *shape[1:])

@@ -979,3 +979,15 @@ def test_strict_settings_hold_for_histories_replacements_and_samples(wide, key):
 def test_names_of_split_that_are_no_names():
     with pytest.raises(px.errors.OptionError, match="names is 5; expected a list"):
         px.networks.split(({"w": jnp.zeros((2, 3))}, ()), 5)
+
+
+def test_scores_of_short_types():
+    inside, outside = (jnp.array(a, jnp.bfloat16) for a in ([0.0, 1.0], [1.0, 2.0]))
+    assert px.predictive.auroc(inside, outside) == 0.875
+
+
+def test_frames_of_numbers_that_would_wrap():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": [2**40, 1, 2]})
+    with pytest.raises(px.errors.DataError, match=r"data\['x'\] is int64 with numbers from 1 to"):
+        px.Minibatches({"x": frame}, 2)

@@ -1,6 +1,7 @@
 """Modules as networks: agreement with the modules themselves, what particles carry, randomness, names, bad input."""
 
 import functools
+import pickle
 import sys
 import types
 
@@ -1304,3 +1305,40 @@ def test_results_of_other_networks_are_refused(key):
     plain = modules.equinox(functools.partial(Eqx, False, 0.0))
     with pytest.raises(OptionError, match="the network that came carries nothing"):
         px.predictive.categorical(plain, result, data["x"])
+
+
+def test_modules_that_ask_for_random_streams_are_trained_with_them(key):
+    class Asks(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x) * (2.0 if self.has_rng("dropout") else 1.0)
+
+    assert modules.linen(Asks(), jnp.ones((2, 3))).stateful
+
+
+def test_what_networks_know_is_pickled_empty(key):
+    """As by tools that send networks to other processes, which write functions by value."""
+    known = modules._Known()
+    assert known.answer(jnp.ones(3).shape, lambda: True)
+    assert known.answer(jnp.ones(3).shape, lambda: False)  # asked once
+    assert pickle.loads(pickle.dumps(known)).answers == {}
+
+
+def test_what_networks_carry_is_read_from_checkpoints_too(key, tmp_path):
+    net = modules.equinox(functools.partial(Eqx, True, 0.0))
+    flow = px.w_sgld_b(networks.classifier(net, num_data=40), step_size=1e-3)
+    data = {"x": X.astype(np.float32), "y": Y}
+    result = px.run(flow, flow.init(*net.init(key, 3)), steps=2, key=key, data=data, progress=False, checkpoint=tmp_path)  # fmt: skip
+    found = px.predictive.categorical(net, px.checkpoints.load(tmp_path), data["x"]).probs
+    np.testing.assert_array_equal(found, px.predictive.categorical(net, result, data["x"]).probs)
+
+
+def test_options_that_are_no_switches(key):
+    class Returns(eqx.Module):
+        line: eqx.nn.Linear
+
+        def __call__(self, x, return_test_stats=False):
+            return self.line(x)
+
+    net = modules.equinox(lambda key: Returns(eqx.nn.Linear(3, 2, key=key)))
+    assert net.apply(one(net.init(key, 1)), jnp.ones((4, 3))).shape == (4, 2)

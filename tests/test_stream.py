@@ -670,12 +670,13 @@ def test_whole_numbers_that_would_wrap_are_refused(key):
 def test_lists_of_batches_and_arrays_without_a_batch_size_say_what_to_do(arrays, key):
     batches = [{"x": arrays["x"][:SIZE], "y": arrays["y"][:SIZE]}] * 3
     flow = px.sgld(TARGET, step_size=1e-3)
-    with pytest.raises(px.errors.DataError, match=r"a list of 3 batches; expected arrays.*px.Stream"):  # fmt: skip
+    with pytest.raises(px.errors.DataError, match=r"the data have 7 rows.*A list of batches goes into px.Stream"):  # fmt: skip
         px.run(flow, jnp.zeros((3, 5)), steps=1, key=key, data=batches, progress=False)
-    with pytest.raises(px.errors.DataError, match=r"a list of 3 batches; expected arrays.*px.Stream"):  # fmt: skip
-        px.Stream(batches, num_data=ROWS)
-    with pytest.raises(px.errors.DataError, match=r"no batch_size; expected px.Stream\(arrays, 100\)"):  # fmt: skip
-        px.Stream(arrays)
+    for wrong in (batches, arrays):
+        with pytest.raises(px.errors.DataError, match=r"no batch_size; expected px.Stream\(arrays, 100\).*lambda step"):  # fmt: skip
+            px.Stream(wrong, num_data=ROWS)
+    two = [{"x": arrays["x"]}, {"x": arrays["x"] + 1}]  # a list is a pytree as any other
+    assert px.Minibatches(two, SIZE).batch(key, jnp.int32(0))[1]["x"].shape == (SIZE, 5)
 
 
 def test_a_batch_in_which_nothing_counts_is_none_too_many(key):
@@ -689,3 +690,23 @@ def test_a_batch_in_which_nothing_counts_is_none_too_many(key):
     run(px.Minibatches(data, 4, lambda k, b: {**b, "mask": jnp.arange(4) < 0}))
     with pytest.raises(px.errors.DataError, match="the mask is false everywhere"):
         run({**data, "mask": mask & ~mask})
+
+
+def test_what_would_wrap_or_overflow_counts_when_it_is_its_turn(key):
+    """Steps before it are taken; floats that are too large for float32 are not finite."""
+    numbers = np.arange(ROWS)
+    target = px.Target(
+        log_prior=lambda w: -0.5 * w**2,
+        log_likelihood=lambda w, batch: -0.5 * (batch["y"] - w) ** 2,
+        num_data=ROWS,
+    )
+    flow = px.sgld(target, step_size=1e-5)
+    run = lambda y: px.run(flow, jnp.zeros(3), steps=9, key=key, data=px.Stream({"y": y}, SIZE), progress=False)  # fmt: skip
+    used, turn = jax.random.fold_in(key, 2**31 - 1), 4
+    place = int(px.Minibatches(numbers, SIZE).indices(used, jnp.int32(turn))[0])
+    for wrong, words in ((2**40, r"data\['y'\] is int64"), (1e300, r"step 4 is not finite")):
+        y = numbers.astype(type(wrong))
+        y[place] = wrong
+        with pytest.raises(px.errors.DataError, match=words) as caught:
+            run(y)
+        assert int(caught.value.state.step) == turn
