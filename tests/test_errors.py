@@ -942,8 +942,11 @@ def test_runs_within_transformations(transformed, key):
 
 def test_debugging_of_nans(key):
     target = px.Target(lambda p: -0.5 * jnp.sum(p**2))
+    flow, start = px.svgd(target, optimizer=optax.adam(0.1)), jnp.arange(15.0).reshape(5, 3)
     with jax.debug_nans(True):
-        px.run(px.svgd(target, optimizer=optax.adam(0.1)), jnp.arange(15.0).reshape(5, 3), steps=3, key=key, progress=False)  # fmt: skip
+        watched = px.run(flow, start, steps=3, key=key, progress=False)
+    alone = px.run(flow, start, steps=3, key=key, progress=False)
+    np.testing.assert_allclose(watched.particles, alone.particles, rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [["a", "b"], np.array([1j, 2j])])
