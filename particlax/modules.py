@@ -294,8 +294,8 @@ def _network(
             return out
         as_shape = lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a))
         shapes = jax.tree.map(as_shape, (params, x))
-        like = (shapes[0], ()), shapes[1]
-        ask = lambda: _tried(name, "training", x, computed_alike, run, *like)
+        args = (computed_alike, run, (shapes[0], ()), shapes[1])
+        ask = lambda: _tried(name, "training", x, *args)
         if not known.answer(shapes, ask):
             raise TargetError(
                 f"{name} computes something else in training than in prediction, but draws nothing and carries nothing, which would "

@@ -10,8 +10,10 @@ __all__ = ["called_with", "check_call", "maker"]
 SWITCHES = {"train": True, "training": True, "is_training": True, "is_train": True}
 SWITCHES |= {"deterministic": False, "inference": False, "use_running_average": False}
 """Keywords that switch a module between training and prediction, and what they are in training."""
-ALIKE = {"train", "training", "deterministic", "dropout", "infer", "inference", "eval", "evaluate", "evaluation", "test", "testing"}  # fmt: skip
-"""Words in names of other keywords that may do so too."""
+ALIKE = dict.fromkeys(["train", "training", "dropout"], True)
+ALIKE |= dict.fromkeys(["deterministic", "infer", "inference"], False)
+ALIKE |= dict.fromkeys(["eval", "evaluate", "evaluation", "test", "testing"], False)
+"""Words in names of other keywords that may do so too, and what such a keyword would be in training."""
 SWITCH = "let its call take a switch, as (self, x, train), and hand it on to the layers that do"
 
 
@@ -42,14 +44,16 @@ def check_call(module: Any, wanted: list[str], given: Any, known: Any = ()) -> N
         elif words[0] == {}:
             do += f". A switch between training and prediction is called {', '.join(SWITCHES)}"
         raise OptionError(f"{takes}, but nothing gives {unknown[0]!r}; expected x alone: {do}")
-    for name in set(names) - {*given, *known, *words[0]}:
+    for name in [name for name in names if name not in (*given, *known, *words[0])]:
         parts = name.lower().split("_")
-        about = ALIKE.intersection(parts) and parts[0] not in ("return", "output")
+        about = [] if parts[0] in ("return", "output") else [ALIKE[p] for p in parts if p in ALIKE]
         if isinstance(places[name].default, bool) and about:
-            tell = f", or tell linen, as in train={{{name!r}: True}}, predict={{{name!r}: False}}"
+            modes = zip(("train", "predict"), (about[0], not about[0]), strict=True)
+            told = ", ".join(f"{mode}={{{name!r}: {on}}}" for mode, on in modes)
             raise OptionError(
                 f"{takes}, and {name!r}, which looks like a switch between training and prediction, would be {places[name].default} in both; "
-                f"expected a name that says so, one of {', '.join(SWITCHES)}{tell * linen}. If it is none, wrap the module in one that takes x alone"
+                f"expected a name that says so, one of {', '.join(SWITCHES)}{f', or tell linen, as in {told}' * linen}. "
+                "If it is none, wrap the module in one that takes x alone"
             )
 
 

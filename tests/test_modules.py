@@ -1224,7 +1224,7 @@ def test_switches_by_other_names_are_refused(key):
         def __call__(self, x, enable_dropout=False):
             return self.drop(self.line(x), deterministic=not enable_dropout)
 
-    with pytest.raises(OptionError, match=r"'is_eval', which looks like a switch.*would be True in both.*predict=\{'is_eval': False\}"):  # fmt: skip
+    with pytest.raises(OptionError, match=r"'is_eval', which looks like a switch.*would be True in both.*train=\{'is_eval': False\}, predict=\{'is_eval': True\}"):  # fmt: skip
         modules.linen(Linen(), jnp.ones((2, 3)))
     assert modules.linen(Linen(), jnp.ones((2, 3)), train={"is_eval": False}).stateful
     with pytest.raises(OptionError, match="'enable_dropout', which looks like a switch"):
