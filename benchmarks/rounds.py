@@ -103,12 +103,21 @@ class Pace(NamedTuple):
 
 
 def warm(worker: Worker, turn: float, steps: int) -> Pace:
-    """Let an entrant compile, and see how many steps it takes in `turn` seconds; `steps` to begin with."""
+    """Let an entrant compile, and see how many steps it takes in `turn` seconds; `steps` to begin with.
+
+    Another number of steps may be another program: a call that was long enough is timed once more before it is believed.
+    """
     hello = worker.answer()
     startup = hello["seconds"] + worker.advance(steps)
-    while (seconds := worker.advance(steps)) < 0.8 * turn:
-        steps = int(np.ceil(steps * turn / seconds))
+    while (seconds := _again(worker, turn, steps)) < 0.8 * turn:
+        wanted = steps * turn / seconds
+        steps = int(10 * np.ceil(wanted / 10) if wanted > 100 else np.ceil(wanted))
     return Pace(startup, steps, hello["versions"])
+
+
+def _again(worker: Worker, turn: float, steps: int) -> float:
+    seconds = worker.advance(steps)
+    return seconds if seconds < 0.8 * turn else worker.advance(steps)
 
 
 def timed(workers: Sequence[Worker], paces: Sequence[Pace], rounds: int) -> np.ndarray:

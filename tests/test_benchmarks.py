@@ -240,6 +240,29 @@ def test_turns_are_taken_one_by_one(monkeypatch):
     np.testing.assert_allclose(seconds, [[0.001, 0.01, 0.1]] * 3)
 
 
+def test_a_call_that_compiled_sets_no_pace():
+    """Another number of steps may be another program: what its first call takes says nothing of a turn."""
+
+    class Compiles:
+        def __init__(self):
+            self.known, self.asked = set(), []
+
+        def answer(self):
+            return {"seconds": 1.0, "versions": {}}
+
+        def advance(self, steps):
+            self.asked.append(steps)
+            first = steps not in self.known
+            self.known.add(steps)
+            return 0.01 + 0.0002 * steps + 2.0 * first
+
+    worker = Compiles()
+    pace = rounds.warm(worker, 0.5, 1)
+    assert 0.4 < 0.01 + 0.0002 * pace.steps < 0.6
+    assert pace.steps % 10 == 0  # as people choose them: px.run takes a few together where it can
+    assert worker.asked[-2:] == [pace.steps] * 2
+
+
 def test_a_worker_that_dies_says_why(tmp_path):
     with (
         rounds.started("NumPy", tmp_path / "nowhere.npz") as worker,
