@@ -13,8 +13,10 @@ from particlax import pairwise
 from particlax.blocks import wide
 from particlax.checks import as_key, positive, whole
 from particlax.data import Minibatches
-from particlax.errors import ParticleError, expect
+from particlax.errors import OptionError, ParticleError, expect
+from particlax.flow import State
 from particlax.kernels import RBF, Kernel
+from particlax.noise import fold_in
 from particlax.pairwise import matmul
 from particlax.particles import as_cloud, flatten, num_particles
 from particlax.target import Target
@@ -181,7 +183,7 @@ def variance_ratio(particles: PyTree, score: PyTree) -> PyTree:
 
 def noise_ratio(
     target: Target,
-    particles: PyTree,
+    particles: PyTree | State,
     data: Minibatches,
     *,
     step_size: float,
@@ -195,6 +197,9 @@ def noise_ratio(
     above 1: below, the cloud's spread tells of the minibatches and not of the posterior. Take a smaller step or larger batches
     (the ratio grows as their size).
 
+    A run's `result.state` may stand for its particles, and must where particles carry or share something (networks with batch
+    norm or dropout, partly Bayesian ones). Dropout's noise then counts too: it moves the particles as the minibatches' does.
+
     >>> target = Target(log_prior=lambda p: -0.5 * p**2, log_likelihood=lambda p, x: p * x, num_data=1000)
     >>> data = Minibatches(jnp.arange(1000) % 2 * 2.0 - 1.0, 10)
     >>> ratio = noise_ratio(target, jnp.zeros(3), data, step_size=1e-3, key=jax.random.key(0))
@@ -205,19 +210,42 @@ def noise_ratio(
     expect("data", data, Minibatches, "px.Minibatches(arrays, 100)")
     positive("step_size", step_size, zero=False, schedule=False)
     whole("batches", batches, 2)
-    variance = _score_variance(target, as_cloud(particles), data, as_key(key), batches)
+    state = particles if isinstance(particles, State) else None
+    cloud = as_cloud(particles if state is None else state.particles)
+    if target.stateful and state is None:
+        raise OptionError(
+            "particles came, but the target's particles carry something or draw random numbers; give the state that holds both: "
+            "noise_ratio(target, flow.init(particles, carried), data, ...), or a run's result.state"
+        )
+    carried = () if state is None else state.carried
+    shared = None if state is None or state.shared is None else state.shared.values
+    some = _Some(target, carried, shared, data)
+    variance = _score_variance(some, cloud, as_key(key), batches)
     return jax.tree.map(lambda v: 2 / (step_size * jnp.mean(v, 0)), variance)
 
 
+class _Some(eqx.Module):
+    """What a score depends on beside the particles."""
+
+    target: Target
+    carried: PyTree
+    shared: PyTree
+    data: Minibatches
+
+    def score(self, particles: PyTree, key: Key[Array, ""], step: Array) -> PyTree:
+        """On the minibatch of a step, and with random numbers of its own if the target takes any."""
+        own = fold_in(fold_in(key, 2**31 - 2), step)
+        batch = self.data.batch(key, step)
+        return self.target.evaluate(particles, batch, self.carried, own, self.shared).score
+
+
 @eqx.filter_jit
-def _score_variance(
-    target: Target, particles: PyTree, data: Minibatches, key: Key[Array, ""], batches: int
-) -> PyTree:
+def _score_variance(some: _Some, particles: PyTree, key: Key[Array, ""], batches: int) -> PyTree:
     """The variance over minibatches of the score at every particle (Welford's recursion)."""
 
     def one(carry: tuple[PyTree, PyTree], step: Array) -> tuple[tuple[PyTree, PyTree], None]:
         mean, square = carry
-        score = target.score(particles, data.batch(key, step))[1]
+        score = some.score(particles, key, step)
         off = jax.tree.map(jnp.subtract, score, mean)
         mean = jax.tree.map(lambda m, o: m + o / (step + 1), mean, off)
         square = jax.tree.map(lambda q, o, s, m: q + o * (s - m), square, off, score, mean)

@@ -278,6 +278,39 @@ def test_noise_ratio_is_the_formula(key):
     np.testing.assert_allclose(found, 2 / (1e-3 * variance), rtol=1e-4)
 
 
+def test_noise_ratio_of_networks_that_carry_something(key):
+    """Random numbers of the target count as the minibatches do: here its slope is a normal number alone, of variance N / n."""
+
+    def like(p, batch, carried, key):
+        noise = jax.random.normal(key, batch.shape)
+        return noise * p["w"], carried + 1.0
+
+    prior = lambda p: -0.5 * p["w"] ** 2
+    target = px.Target(log_prior=prior, log_likelihood=like, num_data=400, stateful=True)
+    flow, data = px.sgld(target, step_size=0.1), px.Minibatches(jnp.zeros(400), 10)
+    state = flow.init({"w": jnp.zeros(50)}, jnp.zeros(50))
+    seen = diagnostics.noise_ratio(target, state, data, step_size=0.01, key=key, batches=400)
+    np.testing.assert_allclose(seen["w"], 2 / (0.01 * 400**2 / 10), rtol=0.05)
+    with pytest.raises(px.errors.OptionError, match="give the state"):
+        diagnostics.noise_ratio(target, state.particles, data, step_size=0.01, key=key)
+
+
+def test_noise_ratio_of_a_state_is_that_of_its_particles(key):
+    """Shared leaves are where the state has them."""
+    target, arrays = regression(400, jnp.float32)
+    data = px.Minibatches(arrays, 20)
+    cloud = {"w": jnp.asarray(ref.cloud(5, 3), jnp.float32), "c": jnp.full(5, 0.5)}
+    options = {"step_size": 1e-3, "key": key, "batches": 9}
+    plain = diagnostics.noise_ratio(target, cloud, data, **options)
+    flow = px.svgd(target, step_size=0.1)
+    whole = diagnostics.noise_ratio(target, flow.init(cloud), data, **options)
+    state = flow.init({"w": cloud["w"], "c": None}, shared={"w": None, "c": jnp.float32(0.5)})
+    partly = diagnostics.noise_ratio(target, state, data, **options)
+    np.testing.assert_allclose(whole["w"], plain["w"], rtol=1e-6)
+    np.testing.assert_allclose(partly["w"], plain["w"], rtol=1e-5)
+    assert partly["c"] is None
+
+
 def test_noise_ratio_tells_when_sgld_is_off(key):
     """Above 1 the chains' variance is the posterior's; far below it is the minibatches'."""
     target, arrays = regression(1000, jnp.float32)
