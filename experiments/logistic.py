@@ -203,7 +203,7 @@ STUDY = Study(
     title="Figure 2: Bayesian logistic regression on Covertype",
     paper="A figure without numbers: SVGD, w-SGLD and w-SGLD-B converge to the same accuracy and likelihood; w-SGLD and "
     "w-SGLD-B converge slightly faster than SVGD.",
-    takes="5 minutes",
+    takes="3 minutes",
     config=Config,
     runs=runs,
     tables={
