@@ -67,11 +67,20 @@ def positive(
         raise OptionError(f"{name} is {source}; expected {wanted}")
 
 
+TRACED = (
+    "{what} asks whether something holds of the step number, which is not known while the step is compiled; choose with jnp.where(step < "
+    "100, 0.1, 0.01) in place of `if`, or with an optax schedule: optax.piecewise_constant_schedule(0.1, {{100: 0.1}})"
+)
+
+
 def at(value: Scheduled, step: Array, dtype: Any = None) -> Array:
     """The value of a number or schedule at `step`; NaN, which stops a run, where it is negative."""
     if not callable(value):
         return jnp.asarray(value, dtype)
-    now = jnp.asarray(value(step), dtype)
+    try:
+        now = jnp.asarray(value(step), dtype)
+    except jax.errors.ConcretizationTypeError as error:
+        raise OptionError(TRACED.format(what=f"the schedule {told(value)}")) from error
     return jnp.where(now >= 0, now, jnp.nan)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from particlax import pairwise
 from particlax.blocks import wide
-from particlax.checks import as_key, positive, whole
+from particlax.checks import as_key, positive, refuse_not_finite, whole
 from particlax.data import Minibatches
 from particlax.errors import OptionError, ParticleError, expect
 from particlax.flow import State
@@ -50,6 +50,7 @@ def ksd(particles: PyTree, score: PyTree) -> Float[Array, ""]:
     >>> bool(ksd(x, -x) < 0.1 < ksd(x, -4 * x))
     True
     """
+    _check_score(particles, score)
     x, s = wide(flatten(particles)[0]), wide(flatten(score)[0])
 
     def pair(r2: Array) -> tuple[Array, Array]:
@@ -66,6 +67,23 @@ def ksd(particles: PyTree, score: PyTree) -> Float[Array, ""]:
     return jnp.sqrt(jnp.maximum(total, 0)) / len(x)
 
 
+def _check_score(particles: PyTree, score: PyTree) -> None:
+    """Refuse scores that are not those of these particles."""
+    if isinstance(score, tuple) and jax.tree.structure(score) != jax.tree.structure(particles):
+        raise ParticleError(
+            "score is a tuple; expected the scores alone: target.score(particles) gives (log densities, scores), of which take [1]"
+        )
+    shapes = [
+        [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] if not callable(tree) else "a function"
+        for tree in (particles, score)
+    ]
+    if jax.tree.structure(score) != jax.tree.structure(particles) or shapes[0] != shapes[1]:
+        raise ParticleError(
+            f"the particles have shapes {shapes[0]} and the scores {shapes[1]}; expected one score for each particle, as "
+            "target.score(particles)[1] gives them"
+        )
+
+
 def mmd2(x: PyTree, y: PyTree, kernel: Kernel = RBF()) -> float:
     """Squared maximum mean discrepancy between two sets of points, V-statistic; h is chosen on `y`.
 
@@ -73,6 +91,9 @@ def mmd2(x: PyTree, y: PyTree, kernel: Kernel = RBF()) -> float:
     >>> mmd2(x, x) < 1e-6
     True
     """
+    expect("kernel", kernel, Kernel, "px.kernels.RBF()")
+    x, y = _matrices(x, y)
+    kernel.bandwidth.check(y)
     h = kernel.bandwidth(y)
     means = []
     for a, b in ((x, x), (y, y), (x, y)):
@@ -104,7 +125,15 @@ def wasserstein2(x: PyTree, y: PyTree) -> float:
 
 
 def _matrices(x: PyTree, y: PyTree) -> tuple[Array, Array]:
-    a, b = (wide(flatten(jax.tree.map(jnp.asarray, c))[0]) for c in (x, y))
+    x, y = (jax.tree.map(jnp.asarray, c) for c in (x, y))
+    structures, plain = [jax.tree.structure(c) for c in (x, y)], jax.tree.structure(0)
+    if structures[0] != structures[1] and plain not in structures:
+        raise ParticleError(
+            f"the two sets are {structures[0]} and {structures[1]}; expected points of the same parameters, or matrices [N, D]"
+        )
+    a, b = (wide(flatten(c)[0]) for c in (x, y))
+    for which, points in (("first", a), ("second", b)):
+        refuse_not_finite(f"the {which} set", points, ParticleError)
     if a.shape[1] != b.shape[1]:
         raise ParticleError(
             f"the two sets have D = {a.shape[1]} and D = {b.shape[1]}; expected points of the same space"
@@ -138,7 +167,13 @@ def mode_shares(particles: Float[Array, "M D"], density: Density) -> Float[np.nd
     >>> mode_shares(jnp.array([[-2.0, 0.0], [2.0, 0.0], [2.1, 0.0], [1.9, 0.0]]), zoo.U1()).tolist()
     [0.25, 0.75]
     """
-    region = np.asarray(density.region(jnp.asarray(particles)))
+    points = flatten(jax.tree.map(jnp.asarray, particles))[0]
+    refuse_not_finite("the cloud", points, ParticleError)
+    if points.shape[1] != density.dim:
+        raise ParticleError(
+            f"the cloud has D = {points.shape[1]} and the density D = {density.dim}; expected a cloud of its space"
+        )
+    region = np.asarray(density.region(points))
     return np.bincount(region, minlength=len(density.regions)) / len(region)
 
 
@@ -158,6 +193,7 @@ def stein_residuals(particles: PyTree, score: PyTree) -> SteinResiduals:
     >>> float(stein_residuals(x, -x).matrix[0, 0])
     0.0
     """
+    _check_score(particles, score)
     x, s = flatten(particles)[0], flatten(score)[0]
     centred = x - jnp.mean(x, 0)
     matrix = matmul(s.T, centred) / len(x) + jnp.eye(x.shape[1], dtype=x.dtype)
@@ -174,6 +210,8 @@ def variance_ratio(particles: PyTree, score: PyTree) -> PyTree:
     >>> variance_ratio(x, -x / 4).tolist()
     [0.25]
     """
+
+    _check_score(particles, score)
 
     def ratio(x: Array, s: Array) -> Array:
         return -jnp.mean(s * (x - jnp.mean(x, 0)), 0)
@@ -263,10 +301,15 @@ class Collapse(NamedTuple):
     ratio: float
     """Mean over coordinates of the cloud's variance over the target's, estimated from the scores."""
     message: str
+    least: float = math.nan
+    """The same in the direction where it is least; NaN where there are too few particles to tell."""
 
 
 def collapse(particles: PyTree, score: PyTree, threshold: float = 0.5) -> Collapse:
     """Alarm when the cloud keeps less than `threshold` of the target's variance (SVGD in high dimension).
+
+    With more than 4 D particles and up to 200 dimensions, also when it does in one direction alone: of correlated or differently
+    scaled coordinates a mean says little. There draws themselves show down to (1 - sqrt(D / M))^2, which is allowed for.
 
     >>> x = jnp.array([[-1.0], [1.0]])
     >>> collapse(x, -x / 4).message
@@ -278,17 +321,40 @@ def collapse(particles: PyTree, score: PyTree, threshold: float = 0.5) -> Collap
         np.asarray(leaf, np.float64).ravel()
         for leaf in jax.tree.leaves(variance_ratio(particles, score))
     ]
-    ratio = float(np.concatenate(leaves).mean())
+    ratio, least = float(np.concatenate(leaves).mean()), _narrowest(particles, score)
+    if not math.isfinite(ratio):
+        return Collapse(True, ratio, "lost: particles or scores are NaN or infinite", least)
+    share = sum(leaf.size for leaf in leaves) / num_particles(particles)
+    if ratio >= threshold and least < threshold * (1 - math.sqrt(share)) ** 2:
+        message = (
+            f"collapsed: in one direction the cloud keeps about {max(least, 0):.0%} of the target variance ({ratio:.0%} on average); use "
+            "more particles, more steps, a calibrated diffusion or noise"
+        )
+        return Collapse(True, ratio, message, least)
     if ratio < threshold:
         message = (
             f"collapsed: the cloud keeps about {max(ratio, 0):.0%} of the target variance; use more "
             "particles, a calibrated diffusion or noise"
         )
-        return Collapse(True, ratio, message)
+        return Collapse(True, ratio, message, least)
     if ratio > 1 / threshold:
         message = (
             f"too wide: the cloud has about {ratio:.3g} times the target's variance; it is not at rest, or a "
             "calibrated force has run away (use more particles, or the same diffusion without calibration)"
         )
-        return Collapse(False, ratio, message)
-    return Collapse(False, ratio, f"fine: variance about {ratio:.0%} of the target's")
+        return Collapse(False, ratio, message, least)
+    return Collapse(False, ratio, f"fine: variance about {ratio:.0%} of the target's", least)
+
+
+def _narrowest(particles: PyTree, score: PyTree) -> float:
+    """The least of the variance ratios by direction, the eigenvalues of -1/M sum_i s_i (x_i - m)^T; NaN if there are too few particles."""
+    num, size = num_particles(particles), sum(leaf.size for leaf in jax.tree.leaves(particles))
+    if size > 200 * num or 4 * size >= num * num:
+        return math.nan
+    x, s = (
+        np.asarray(flatten(jax.tree.map(jnp.asarray, c))[0], np.float64) for c in (particles, score)
+    )
+    ratios = -(s.T @ (x - x.mean(0))) / num
+    if not np.all(np.isfinite(ratios)):
+        return math.nan
+    return float(np.linalg.eigvals(ratios).real.min())

@@ -28,6 +28,7 @@ from particlax.kernels import (
     Median,
     as_bandwidth,
     check_distinct,
+    whole_cloud,
 )
 from particlax.particles import num_particles
 from particlax.terms import Cloud, Term, Velocity, scale
@@ -120,7 +121,7 @@ class Blob(Force):
         return self.kernel.apart(_blob, cloud.x), memory
 
     def matrices(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
-        if isinstance(self.kernel, LayerWise):
+        if not whole_cloud(self.kernel):
             return None
         return _blob(self.kernel, cloud.x, pairwise.mixing), memory
 
@@ -156,7 +157,7 @@ class GFSD(Force):
         return self.kernel.apart(_gfsd, cloud.x), memory
 
     def matrices(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
-        if isinstance(self.kernel, LayerWise):
+        if not whole_cloud(self.kernel):
             return None
         return _gfsd(self.kernel, cloud.x, pairwise.mixing), memory
 

@@ -1,7 +1,7 @@
 """The compiled part of a run: chunks of steps, the search for a step that failed, and the mending of lost particles."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from particlax.flow import Flow, Info, State
 from particlax.particles import num_particles, random_like
 from particlax.streams import Block
 
+Axes: TypeAlias = tuple[tuple[int, ...], ...]
 NOISE = 0.01
 """Noise on a copy that replaces a lost particle, in units of the cloud's spread."""
 ATTEMPTS = 10
@@ -103,7 +104,8 @@ def advance_mending(
         state, log_density, _, kept = _chunk[fixed.program](fixed, before, turns, clock)
         key = jax.random.fold_in(fixed.noise_key, 2**31 - 2)  # the stream of a step never reached
         key = jax.random.fold_in(jax.random.fold_in(key, error.step), len(here))
-        state, sources = _mend(key, state, error.particles, fixed.program)
+        axes = _particle_axes(fixed.flow, state)
+        state, sources = _mend(key, state, error.particles, fixed.program, axes)
         state = placement.put(fixed.layout, state)
         pairs = zip(error.particles, sources, strict=True)
         replaced += [Replaced(error.step, lost, source) for lost, source in pairs]
@@ -237,14 +239,39 @@ def _failure(fixed: Fixed, before: State, size: int) -> NonFiniteError:
 
 
 def _mend(
-    key: Array, state: State, lost: list[int], program: str = programs.FAST
+    key: Array,
+    state: State,
+    lost: list[int],
+    program: str = programs.FAST,
+    axes: Axes | None = None,
 ) -> tuple[State, list[int]]:
     """Every lost particle as a copy of its nearest healthy one, with noise; everything kept for it is copied too."""
-    mended, found = _mended[program](key, state, np.array(lost))
+    mended, found = _mended[program](key, state, np.array(lost), axes)
     return mended, placement.on_host(found).tolist()
 
 
-def _copies(key: Array, state: State, lost: Any) -> tuple[State, Array]:
+def _particle_axes(flow: Any, state: State) -> Axes | None:
+    """By array of the memories of integrator and terms, the axes that grow with the number of particles; None if that cannot be told."""
+    num = num_particles(state.particles)
+    one = jax.eval_shape(lambda cloud: jax.tree.map(lambda leaf: leaf[0], cloud), state.particles)
+
+    def made(count: int) -> Any:
+        more = lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype)
+        init = lambda cloud: (flow.integrator.init(cloud), tuple(t.init(cloud) for t in flow.terms))
+        return jax.eval_shape(init, jax.tree.map(more, one))
+
+    try:
+        now, grown = made(num), made(num + 1)
+    except Exception:  # an `init` of one's own may look at numbers
+        return None
+    if jax.tree.structure(now) != jax.tree.structure((state.integrator, state.terms)):
+        return None
+    pairs = zip(jax.tree.leaves(now), jax.tree.leaves(grown), strict=True)
+    differ = lambda a, b: tuple(i for i, (p, q) in enumerate(zip(a, b, strict=True)) if p != q)
+    return tuple(differ(a.shape, b.shape) for a, b in pairs)
+
+
+def _copies(key: Array, state: State, lost: Any, axes: Axes | None = None) -> tuple[State, Array]:
     cloud, num = state.particles, num_particles(state.particles)
     flags = jnp.zeros(num, bool).at[lost].set(True)
 
@@ -258,10 +285,17 @@ def _copies(key: Array, state: State, lost: Any) -> tuple[State, Array]:
     source = jnp.arange(num).at[lost].set(found)
     own = lambda leaf: leaf.ndim > 0 and leaf.shape[0] == num
     copied = lambda tree: jax.tree.map(lambda leaf: leaf[source] if own(leaf) else leaf, tree)
+    memories, structure = jax.tree.flatten((state.integrator, state.terms))
+    if axes is None:
+        axes = tuple((0,) * own(leaf) for leaf in memories)
+    for i, places in enumerate(axes):
+        for axis in places:
+            memories[i] = jnp.take(memories[i], source, axis)
     noise = random_like(key, cloud, jax.random.normal)
     moved = jax.tree.map(lambda leaf, unit: _jittered(leaf, unit, flags, source), cloud, noise)
-    memory = (copied(state.integrator), copied(state.terms), copied(state.carried))
-    return State(moved, state.step, *memory, state.shared), found
+    integrator, terms = jax.tree.unflatten(structure, memories)
+    mended = State(moved, state.step, integrator, terms, copied(state.carried), state.shared)
+    return mended, found
 
 
 _mended = programs.compiled(_copies, "none")

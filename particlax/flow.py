@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from particlax import calls, pairwise, placement
+from particlax.answers import answered, stepped
 from particlax.blocks import few, wide
 from particlax.checks import refuse_not_finite
 from particlax.errors import OptionError, ParticleError, expect, known_options
@@ -63,7 +65,7 @@ class Flow(eqx.Module):
     """A sum of terms on a target, stepped by an integrator (the recipe, paper eq. 23).
 
     `step` evaluates M scores, once, whatever the number of terms. Keys are folded from the step number and
-    the place among the noisy terms, so resuming, or adding a deterministic term, changes no noise: passing
+    the place among the noisy terms (for random ones, among those), so resuming, or adding a deterministic term, changes no noise: passing
     the same key at every step is right, and so is passing fresh ones.
 
     >>> import particlax as px
@@ -139,7 +141,8 @@ class Flow(eqx.Module):
         check_parted(self.terms, cloud)
         memories = tuple(term.init(cloud) for term in self.terms)
         start = jnp.zeros((), jnp.int32)
-        return State(cloud, start, self.integrator.init(cloud), memories, carried, common)
+        state = State(cloud, start, self.integrator.init(cloud), memories, carried, common)
+        return _unshared(state)
 
     def _share(self, cloud: PyTree, shared: PyTree) -> Shared:
         check_parts(cloud, shared)
@@ -191,7 +194,8 @@ class Flow(eqx.Module):
     def _move(
         self, values: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
     ) -> tuple[PyTree, PyTree]:
-        moved, memory = self.integrator.step(values, velocity, memory, step)
+        found = self.integrator.step(values, velocity, memory, step)
+        moved, memory = stepped(self.integrator, found, values, memory)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), moved, values), memory
 
     def _sum(
@@ -199,15 +203,15 @@ class Flow(eqx.Module):
     ) -> tuple[Callable[[PyTree], Velocity], pairwise.Mixing | None, tuple[PyTree, ...], dict]:
         """The velocity, given what the matrices of some terms make of the cloud; these, memories and forces."""
         called, drifts, noises, memories, forces = [], [], [], [], {}
+        keys = _keys(self.terms, key)
         mixings = self._mixings(cloud, state)
-        todo = zip(self.terms, state.terms, mixings, strict=True)
-        for place, (term, old, mixing) in enumerate(todo):
-            own = fold_in(key, len(noises)) if term.noisy else None
+        todo = zip(self.terms, keys, state.terms, mixings, strict=True)
+        for place, (term, own, old, mixing) in enumerate(todo):
             if mixing:
                 matrices, memory = mixing
                 part = Velocity(pairwise.mixed(cloud.x, _scores(cloud), matrices))
             else:
-                part, memory = term(cloud, own, old)
+                part, memory = answered(term, term(cloud, own, old), cloud.x, old)
                 if type(term) is Drift:
                     called.append(term)
                 else:
@@ -242,6 +246,31 @@ class Flow(eqx.Module):
         if not any(how.right is not None for how, _ in others):
             found = [None if drift else m for m, drift in zip(found, plain, strict=True)]
         return found
+
+
+def _keys(terms: Sequence[Term], key: Key[Array, ""]) -> list[Key[Array, ""] | None]:
+    """A key for each term that is noisy, by its place among them, or random, likewise."""
+    noisy = random = 0
+    keys: list[Any] = []
+    for term in terms:
+        keys.append(None)
+        if term.noisy:
+            keys[-1], noisy = fold_in(key, noisy), noisy + 1
+        elif term.random:
+            keys[-1], random = fold_in(fold_in(key, 2**31 - 2), random), random + 1
+    return keys
+
+
+def _unshared(state: State) -> State:
+    """Every array once: a loop that writes over its state takes none twice."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        twice = id(leaf) in seen and isinstance(leaf, jax.Array)
+        seen.add(id(leaf))
+        return jnp.copy(leaf) if twice else leaf
+
+    return jax.tree.map(own, state)
 
 
 def _before(seen: Evaluated, how: pairwise.Mixing) -> tuple[Evaluated, pairwise.Mixing]:

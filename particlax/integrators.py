@@ -13,11 +13,21 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from particlax.checks import Part, Scheduled, at, number, positive
+from particlax.blocks import wide
+from particlax.checks import TRACED, Part, Scheduled, at, number, positive
 from particlax.errors import OptionError
 from particlax.terms import Velocity, add, scale
 
 __all__ = ["RMS", "Euler", "Integrator", "Momentum", "Optax"]
+
+
+def wider(tree: PyTree) -> PyTree:
+    """A tree for sums of many small steps: 16 bits as 32."""
+    return jax.tree.map(wide, tree)
+
+
+def _zeros(particles: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), particles)
 
 
 class Integrator(Part):
@@ -52,9 +62,9 @@ class Euler(Integrator):
     def step(
         self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
     ) -> tuple[PyTree, PyTree]:
-        eps = at(self.step_size, step)
-        noise = None if velocity.noise is None else scale(jnp.sqrt(eps), velocity.noise)
-        return add(particles, scale(eps, velocity.drift), noise), memory
+        eps, drift, noise = at(self.step_size, step), wider(velocity.drift), wider(velocity.noise)
+        noise = None if noise is None else scale(jnp.sqrt(eps), noise)
+        return add(wider(particles), scale(eps, drift), noise), memory
 
 
 class Optax(Integrator):
@@ -82,7 +92,18 @@ class Optax(Integrator):
         descent = jax.tree.map(jnp.negative, velocity.drift)
         try:
             updates, memory = self.optimizer.update(descent, memory, particles)
+        except AttributeError as error:
+            if "'fast'" not in str(error):
+                raise
+            raise OptionError(
+                f"the optimizer is optax.lookahead, which wants parameters of a form of its own ({error}); use another, such as "
+                "optax.adam(0.05)"
+            ) from error
+        except jax.errors.ConcretizationTypeError as error:
+            raise OptionError(TRACED.format(what="the optimizer, or a schedule in it,")) from error
         except TypeError as error:
+            if "required" not in str(error):
+                raise
             raise OptionError(
                 f"the optimizer asks for more than gradients ({error}); a flow has no loss value to line-search "
                 "on. Use one that needs gradients alone, such as optax.adam(0.05)"
@@ -110,23 +131,20 @@ class RMS(Integrator):
             raise OptionError(f"decay is {self.decay}; expected a number in [0, 1)")
 
     def init(self, particles: PyTree) -> PyTree:
-        return {"mean_square": jax.tree.map(jnp.zeros_like, particles)}
+        return {"mean_square": _zeros(particles)}
 
     def step(
         self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
     ) -> tuple[PyTree, PyTree]:
         eps = at(self.step_size, step)
-        square = jax.tree.map(
-            lambda v, g: self.decay * v + (1 - self.decay) * g * g,
-            memory["mean_square"],
-            velocity.drift,
-        )
+        drift, noise = wider(velocity.drift), wider(velocity.noise)
+        average = lambda v, g: self.decay * v + (1 - self.decay) * g * g
+        square = jax.tree.map(average, memory["mean_square"], drift)
         gain = jax.tree.map(lambda v: eps.astype(v.dtype) / (self.epsilon + jnp.sqrt(v)), square)
-        drift = jax.tree.map(jnp.multiply, gain, velocity.drift)
-        noise = None
-        if velocity.noise is not None:
-            noise = jax.tree.map(lambda g, n: jnp.sqrt(g) * n, gain, velocity.noise)
-        return add(particles, drift, noise), {"mean_square": square}
+        drift = jax.tree.map(jnp.multiply, gain, drift)
+        if noise is not None:
+            noise = jax.tree.map(lambda g, n: jnp.sqrt(g) * n, gain, noise)
+        return add(wider(particles), drift, noise), {"mean_square": square}
 
 
 class Momentum(Integrator):
@@ -147,17 +165,17 @@ class Momentum(Integrator):
         positive("friction", self.friction, zero=False, schedule=False)
 
     def init(self, particles: PyTree) -> PyTree:
-        return {"momentum": jax.tree.map(jnp.zeros_like, particles)}
+        return {"momentum": _zeros(particles)}
 
     def step(
         self, particles: PyTree, velocity: Velocity, memory: PyTree, step: Int[Array, ""]
     ) -> tuple[PyTree, PyTree]:
-        eps = at(self.step_size, step)
+        eps, drift, noise = at(self.step_size, step), wider(velocity.drift), wider(velocity.noise)
         decay = jnp.exp(-self.friction * eps)
-        kicked = add(memory["momentum"], scale(eps, velocity.drift))
-        halfway = add(particles, scale(eps / 2, kicked))
+        kicked = add(memory["momentum"], scale(eps, drift))
+        halfway = add(wider(particles), scale(eps / 2, kicked))
         fresh: Any = None
-        if velocity.noise is not None:
-            fresh = scale(jnp.sqrt((1 - decay**2) / 2), velocity.noise)
+        if noise is not None:
+            fresh = scale(jnp.sqrt(-jnp.expm1(-2 * self.friction * eps) / 2), noise)
         slowed = add(scale(decay, kicked), fresh)
         return add(halfway, scale(eps / 2, slowed)), {"momentum": slowed}

@@ -6,12 +6,13 @@ A kernel is one method, `profile(a)` with a = r2 / h; its slope comes from autom
 import abc
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from particlax import medians, pairwise, sharding
@@ -59,7 +60,7 @@ class Bandwidth(Part):
 
         A cloud that collapses during a run therefore keeps a finite force instead of a NaN.
         """
-        h = self.choose(x)
+        h = jnp.asarray(self.choose(x))
         eps, tiny = float(jnp.finfo(h.dtype).eps), 1e-30
         return jnp.maximum(h, (64 * eps) ** 2 * pairwise.typical_square(x).astype(h.dtype) + tiny)
 
@@ -241,11 +242,18 @@ class Kernel(Part):
         return None
 
 
+def whole_cloud(kernel: Any) -> TypeGuard[Kernel]:
+    """Whether a force with this kernel is that of the whole cloud as it is: `apart` may cut it up or stretch it."""
+    return type(kernel).apart is Kernel.apart
+
+
 def as_bandwidth(bandwidth: Any) -> Bandwidth:
-    """A bandwidth rule from a rule or a positive number."""
+    """A bandwidth rule from a rule or a positive number, which may be traced."""
     if isinstance(bandwidth, Bandwidth):
         return bandwidth
     bandwidth = number(bandwidth)
+    if isinstance(bandwidth, Tracer) and bandwidth.shape == ():
+        return Fixed(bandwidth)
     if isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool):
         return Fixed(float(bandwidth))
     raise OptionError(
@@ -301,26 +309,37 @@ class Laplace(Kernel):
 
 
 class Mixture(Kernel):
-    """k(a) = mean over `scales` c of base.profile(a / c): several bandwidths at once.
+    """k(a) = mean over `scales` c of base.profile(a / c): several bandwidths at once, by default multiples of the base's.
 
     >>> float(Mixture(scales=(0.1, 1.0, 10.0)).profile(jnp.array(0.0)))
     1.0
     """
 
-    bandwidth: Bandwidth = eqx.field(converter=as_bandwidth, default=Median())
-    scales: tuple[float, ...] = (0.1, 1.0, 10.0)
-    base: Kernel = RBF()
+    bandwidth: Bandwidth
+    scales: tuple[float, ...]
+    base: Kernel
+
+    def __init__(self, bandwidth: Any = None, scales: Any = (0.1, 1.0, 10.0), base: Any = RBF()):
+        self.base = expect("base", base, Kernel, "px.kernels.RBF()")
+        self.bandwidth = self.base.bandwidth if bandwidth is None else as_bandwidth(bandwidth)
+        self.scales = scales
 
     def __check_init__(self) -> None:
         if not self.scales:
             raise OptionError("Mixture got no scales; expected at least one positive number")
-        expect("base", self.base, Kernel, "px.kernels.RBF()")
         for scale in self.scales:
             positive("scale", scale, zero=False)
 
     def profile(self, a: Float[Array, "..."]) -> Float[Array, "..."]:
         profiles = [self.base.profile(a / scale) for scale in self.scales]
         return sum(profiles[1:], profiles[0]) / len(profiles)
+
+    def pair(self, r2: Array, h: Array) -> tuple[Array, Array]:
+        if type(self.base).pair is Kernel.pair:
+            return super().pair(r2, h)
+        values, slopes = zip(*[self.base.pair(r2, h * scale) for scale in self.scales], strict=True)
+        mean: Any = lambda parts: sum(parts[1:], parts[0]) / len(parts)
+        return mean(values), mean(slopes)
 
 
 class LayerWise(Part):

@@ -18,6 +18,7 @@ __all__ = [
     "factor",
     "fit",
     "neighbours",
+    "remembered",
 ]
 
 MOST = 32
@@ -109,6 +110,23 @@ class Gaussians(NamedTuple):
             log_q -= np.sum(np.log(np.diag(self.factor[k]).reshape(dim)))
             best[log_q > value], value = k, np.maximum(value, log_q)
         return best.reshape(x.shape[:2])
+
+
+def remembered(now: Gaussians, before: Gaussians, labels: Int[np.ndarray, "N M"]) -> Gaussians:
+    """`now` and those of `before` that no label names: a mode that is empty for a while is still proposed, if seldom."""
+    used = lambda found: np.flatnonzero(np.isfinite(found.log_weight))
+    absent = np.setdiff1d(used(before), labels)[: MOST - len(used(now))]
+    if not len(absent):
+        return now
+    total = len(used(now)) + len(absent)
+    size, rest = 1 << (total - 1).bit_length(), len(used(now))
+    join = lambda a, b: np.concatenate([a[used(now)], b[absent]])
+    pad = lambda a, fill: np.concatenate([a, np.broadcast_to(fill, (size - total, *a.shape[1:]))])
+    log_weight = join(now.log_weight, before.log_weight)
+    log_weight[rest:] = np.log(0.1 / total)
+    centre, factors = join(now.centre, before.centre), join(now.factor, before.factor)
+    dim = centre.shape[1]
+    return Gaussians(pad(log_weight, -np.inf), pad(centre, 0.0), pad(factors, np.eye(dim)))
 
 
 def crossed(

@@ -31,6 +31,8 @@ JITTER = 0.5
 """Steps are drawn uniformly between this share of the tuned one and the whole: no resonances."""
 CAREFUL = 0.2
 """Share of the trajectories, and the factor of their steps, that are for narrow places such as funnels' necks."""
+HOPELESS = -50.0
+"""Log acceptance, at the very best, below which nobody asks what was wrong with a proposal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +207,9 @@ def _trajectory(
     # Careful steps say nothing about what a whole one may be.
     log_step = log_step + jnp.where(careful, 0.0, tuning.gain) * (signal - ACCEPTANCE)
     walkers = _choose(took, Walkers(y, after, slope, log_step), walkers, log_step)
-    return walkers, rate, took, there & ~fine
+    # Where so little is left to accept, a slope that overflows refuses nothing.
+    hopeless = after - before + 0.5 * jnp.sum(momentum**2, 1) < HOPELESS
+    return walkers, rate, took, there & ~fine & ~hopeless
 
 
 def _choose(took: Array, new: Walkers, old: Walkers, log_step: Array) -> Walkers:

@@ -234,14 +234,18 @@ class Ensemble:
         fresh: Bool[np.ndarray, " N"],
     ) -> None:
         """Metric and modes from the clouds of a window or a round."""
-        labels = np.zeros(x.shape[:2], int)
+        labels, old, first = np.zeros(x.shape[:2], int), self.mixture, None
         apart = mixing(x, log_density).max() > UNMIXED or strangers(log_density) > 0
-        if self.mixture is not None or apart:
-            own = self._modes()[None]
-            if own.max() > 0:
-                first = modes.fit(np.asarray(self.walkers.x, float)[None], own)
-                labels = modes.crossed(first.labels(x), fresh)
-        self.mixture = modes.fit(x, labels) if len(np.unique(labels)) > 1 else None
+        if old is not None or apart:
+            own, here = self._modes()[None], np.asarray(self.walkers.x, float)[None]
+            if old is not None or own.max() > 0:
+                first = modes.fit(here, own)
+                first = first if old is None else modes.remembered(first, old, old.labels(here))
+                labels = first.labels(x)
+        seen, labels = labels, modes.crossed(labels, fresh)
+        found = modes.fit(x, labels)
+        found = found if first is None else modes.remembered(found, first, seen)
+        self.mixture = found if np.isfinite(found.log_weight).sum() > 1 else None
         self._shape(x, labels, labels.size)
 
     def _shape(self, x: np.ndarray, labels: np.ndarray, num: int) -> None:

@@ -312,6 +312,11 @@ def _ready(density: Density, key: Array, cloud: PyTree, centre: PyTree, budget: 
             "the log density turns its argument into a NumPy array; expected jax.numpy, which can be differentiated. "
             f"JAX says: {str(error).splitlines()[0]}"
         ) from None
+    except jax.errors.ConcretizationTypeError as error:
+        raise TargetError(
+            "the log density asks for the value of a number that is not known while it is compiled; expected jnp.where in place of `if`, "
+            f"jnp.log in place of math.log. JAX says: {str(error).splitlines()[0]}"
+        ) from None
     ensemble = Ensemble(density, key, x, budget)
     fine = ensemble.fine
     if centre is not None:
@@ -332,9 +337,14 @@ def _ready(density: Density, key: Array, cloud: PyTree, centre: PyTree, budget: 
 
 
 def _names(cloud: PyTree) -> tuple[str, ...]:
+    short = _labels(cloud, lambda path: jax.tree_util.keystr(path, simple=True, separator="."))
+    return short if len(set(short)) == len(short) else _labels(cloud, jax.tree_util.keystr)
+
+
+def _labels(cloud: PyTree, told: Callable[[Any], str]) -> tuple[str, ...]:
     names = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(cloud):
-        base = jax.tree_util.keystr(path, simple=True, separator=".") or "x"
+        base = told(path) or "x"
         places = np.ndindex(*leaf.shape[1:])
         names += [base + (f"[{','.join(map(str, at))}]" if at else "") for at in places]
     return tuple(names)

@@ -144,14 +144,20 @@ class Target(eqx.Module):
         if self.stateful:
             terms, carried = _pair(self.log_likelihood(params, batch, carried, key))
         else:
-            terms = jnp.asarray(self.log_likelihood(params, batch))
+            terms = self.log_likelihood(params, batch)
+            if terms is None:
+                raise TargetError(
+                    "log_likelihood returned None; expected one value per datum: its last line needs `return`"
+                )
+            terms = jnp.asarray(terms)
         if terms.shape != (num,):
             raise TargetError(
                 f"log_likelihood returned shape {terms.shape} for a batch of {num}; expected one value "
                 f"per datum, shape ({num},). Do not sum over the batch and do not scale by N / n: "
                 "Target does both"
             )
-        prior = _scalar("log_prior", self.log_prior(params) + 0.0)  # a flat prior may return 0
+        prior = self.log_prior(params)
+        prior = _scalar("log_prior", prior if prior is None else prior + 0.0)  # flat may return 0
         return prior, (self.num_data / num) * jnp.sum(terms), carried
 
     def score(
@@ -283,6 +289,8 @@ def _pair(result: Any) -> tuple[Array, PyTree]:
 
 
 def _scalar(name: str, value: Any) -> Array:
+    if value is None:
+        raise TargetError(f"{name} returned None; expected a scalar: its last line needs `return`")
     value = jnp.asarray(value)
     if value.shape != ():
         raise TargetError(

@@ -17,7 +17,7 @@ from particlax import noise, pairwise
 from particlax.blocks import few, wide
 from particlax.checks import Part, Scheduled, at, number, positive
 from particlax.errors import ParticleError, expect
-from particlax.kernels import RBF, Kernel, LayerWise
+from particlax.kernels import RBF, Kernel, LayerWise, whole_cloud
 from particlax.particles import all_equal, leaf_names, num_particles, random_like
 
 __all__ = ["Cloud", "Drift", "Frame", "Stein", "Term", "Velocity"]
@@ -91,12 +91,17 @@ class Term(Part):
 
     weight: eqx.AbstractVar[Scheduled]
     noisy: ClassVar[bool] = False
+    """Whether it adds noise: it gets a key, and integrators that would distort the noise are refused."""
+    random: ClassVar[bool] = False
+    """Whether its drift takes random numbers, as of a random batch of pairs: it gets a key, and its drift is a drift."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Matrices are for the class that offers them: one that moves particles in its own way is called."""
         super().__init_subclass__(**options)
-        own = vars(cls).keys()
-        if own & {"__call__", "force"} and not own & {"mixing", "matrices"}:
+        first = lambda *names: min(
+            i for i, base in enumerate(cls.__mro__) if vars(base).keys() & set(names)
+        )
+        if first("__call__", "force") < first("mixing", "matrices"):
             cls.mixing = Term.mixing
 
     def init(self, particles: PyTree) -> PyTree:
@@ -110,7 +115,7 @@ class Term(Part):
     def __call__(
         self, cloud: Cloud, key: Key[Array, ""] | None, memory: PyTree
     ) -> tuple[Velocity, PyTree]:
-        """The velocity in the cloud's coordinates and the new memory. `key` is for noisy terms."""
+        """The velocity in the cloud's coordinates and the new memory. `key` is for terms that are `noisy` or `random`."""
 
     def mixing(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
         """For few particles in many dimensions: the drift as matrices that mix positions and scores, and the new memory.
@@ -166,7 +171,7 @@ class Stein(Term):
         return Velocity(jax.tree.map(lambda a, b: a.astype(b.dtype), phi, cloud.x)), memory
 
     def mixing(self, cloud: Cloud, memory: PyTree) -> tuple[pairwise.Mixing, PyTree] | None:
-        if isinstance(self.kernel, LayerWise):
+        if not whole_cloud(self.kernel):
             return None
         phi = _stein(self.kernel, cloud.x, cloud.score, pairwise.mixing)
         return phi.times(self._factor(cloud)), memory

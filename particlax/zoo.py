@@ -249,7 +249,9 @@ class StudentT(Density):
 
     @property
     def covariance(self) -> Float[np.ndarray, "D D"]:
-        return self.df / (self.df - 2) * np.eye(self.dim)
+        """Infinite up to df = 2."""
+        spread = self.df / (self.df - 2) if self.df > 2 else np.inf
+        return np.diag(np.full(self.dim, spread))
 
 
 BOX, BOX_SD, EXTENT, CELLS = 4.0, 0.2, 6.0, 1200

@@ -351,3 +351,78 @@ def test_noise_ratio_refuses(change, words, key):
     )  # as users have it, without the tests' type checks
     with pytest.raises(px.errors.ParticlaxError, match=words):
         unchecked(**given)
+
+
+# ------------------------------------------------------------------------------------------- wrong inputs
+
+
+X = jnp.asarray(ref.cloud(30, 2), jnp.float32)
+
+
+@pytest.mark.parametrize("measure", ["ksd", "collapse", "stein_residuals", "variance_ratio"])
+@pytest.mark.parametrize(
+    ("score", "words"),
+    [
+        ((-X.sum(1), -X), r"target\.score.*take \[1\]"),
+        (-X[:, :1], r"shapes \[\(30, 2\)\] and the scores \[\(30, 1\)\]"),
+        (-X[:20], r"the scores \[\(20, 2\)\]"),
+        ({"x": -X}, "expected one score for each particle"),
+    ],
+)
+def test_scores_must_be_those_of_the_particles(measure, score, words):
+    with pytest.raises(ParticleError, match=words):
+        getattr(diagnostics, measure)(X, score)
+
+
+def test_sets_must_be_of_one_space_and_finite():
+    for measure in (diagnostics.mmd2, diagnostics.wasserstein2):
+        with pytest.raises(ParticleError, match="D = 2 and D = 1"):
+            measure(X, X[:, :1])
+        with pytest.raises(ParticleError, match="same parameters"):
+            measure({"a": X}, {"b": X})
+        with pytest.raises(ParticleError, match=r"the second set.* is not finite"):
+            measure(X, X * jnp.nan)
+    plain = diagnostics.mmd2(X, X + 1)
+    assert diagnostics.mmd2({"a": X}, X + 1) == pytest.approx(plain)
+    with pytest.raises(ParticleError, match="1 particle"):
+        diagnostics.mmd2(X, X[:1])
+    with pytest.raises(px.errors.OptionError, match="kernel is"):
+        inspect.unwrap(diagnostics.mmd2)(X, X, px.kernels.LayerWise())
+
+
+def test_mode_shares_need_a_finite_cloud_of_the_density():
+    with pytest.raises(ParticleError, match="not finite"):
+        diagnostics.mode_shares(X * jnp.nan, zoo.U1())
+    with pytest.raises(ParticleError, match="D = 3 and the density D = 2"):
+        diagnostics.mode_shares(jnp.zeros((4, 3)), zoo.U1())
+
+
+def test_collapse_in_one_direction_is_seen():
+    """Correlated coordinates that have 30 % of their variance each, where the mean of the ratios is 70 %."""
+    precision = np.linalg.inv(0.05 * np.eye(10) + 0.95)
+    values, vectors = np.linalg.eigh(precision)
+    scale = (
+        np.where(values < 1, 0.1, 0.9) / values
+    )  # the one wide direction has a tenth of its variance
+    draws = np.random.default_rng(0).normal(size=(400, 10)) * np.sqrt(scale) @ vectors.T
+    x = jnp.asarray(draws, jnp.float32)
+    verdict = diagnostics.collapse(x, -x @ jnp.asarray(precision, jnp.float32))
+    assert verdict.ratio > 0.7
+    assert verdict.collapsed
+    assert 0.05 < verdict.least < 0.15
+    assert "in one direction" in verdict.message
+    few = diagnostics.collapse(x[:30], -x[:30] @ jnp.asarray(precision, jnp.float32))
+    assert np.isnan(few.least)
+
+
+def test_draws_of_the_target_are_not_taken_for_collapsed():
+    for num, dim, seed in [(100, 10, 0), (50, 2, 1), (400, 50, 2), (9, 2, 3)]:
+        x = jnp.asarray(np.random.default_rng(seed).normal(size=(num, dim)), jnp.float32)
+        assert not diagnostics.collapse(x, -x).collapsed
+
+
+def test_collapse_speaks_up_for_what_is_not_finite():
+    lost = jnp.full((5, 2), jnp.nan)
+    verdict = diagnostics.collapse(lost, lost)
+    assert verdict.collapsed
+    assert "NaN or infinite" in verdict.message

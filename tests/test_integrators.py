@@ -262,3 +262,34 @@ def test_noise_never_passes_through_an_optimiser():
 def test_bad_options_are_refused(make, words):
     with pytest.raises(OptionError, match=words):
         make()
+
+
+# -------------------------------------------------------------------------------------------- 16 bits
+
+
+@pytest.mark.parametrize("kind", ["momentum", "rms"])
+def test_small_steps_are_not_lost_in_16_bits(kind, key):
+    """Memories are kept in 32: a decay of 0.999 is not 1, and a hundredth of a square counts."""
+    target = px.Target(lambda x: -0.5 * jnp.sum(x**2))
+    if kind == "momentum":
+        flow = px.sghmc(target, step_size=0.02, friction=0.05)
+    else:
+        flow = px.sgld(target, integrator=px.integrators.RMS(0.02))
+    start = jax.random.normal(key, (2000, 1))
+    go = lambda kind: px.run(flow, start.astype(kind), steps=4000, key=key, progress=False)
+    short, whole = (
+        float(jnp.var(go(kind).particles.astype(jnp.float32)))
+        for kind in (jnp.bfloat16, jnp.float32)
+    )
+    assert abs(short / whole - 1) < 0.25
+
+
+@pytest.mark.parametrize("friction", [1e-6, 1e-4, 1.0])
+def test_little_friction_makes_little_noise(friction, x64):
+    """The variance of one kick is 1 - exp(-2 friction eps), in float32 too."""
+    integrator = px.integrators.Momentum(0.01, friction=friction)
+    one = jnp.ones((1, 1), jnp.float32)
+    velocity = Velocity(0 * one, jnp.sqrt(jnp.float32(2.0)) * one)
+    _, memory = integrator.step(0 * one, velocity, integrator.init(one), jnp.int32(0))
+    expected = np.sqrt(-np.expm1(-2 * friction * 0.01))
+    np.testing.assert_allclose(memory["momentum"], expected, rtol=1e-5)

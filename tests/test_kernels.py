@@ -258,3 +258,48 @@ def test_the_ratio_of_slope_and_kernel():
     np.testing.assert_allclose(slope / value, np.full(3, px.kernels.RBF().ratio(h)), rtol=1e-6)
     for kernel in (px.kernels.IMQ(), px.kernels.Laplace(), _Narrow()):
         assert kernel.ratio(h) is None
+
+
+# ------------------------------------------------------------------------------------- parts of one's own
+
+
+def test_a_mixture_takes_its_base_as_it_is():
+    """Its bandwidth, unless another is given, and a `pair` that was written for it."""
+
+    class Twice(K.RBF):
+        def pair(self, r2, h):
+            value, slope = super().pair(r2, h)
+            return 2 * value, 2 * slope
+
+    wide = K.Mixture(scales=(1.0,), base=K.RBF(bandwidth=4.0))
+    assert float(wide.bandwidth(jnp.zeros((3, 1)))) == 4.0
+    assert (
+        float(K.Mixture(bandwidth=3.0, base=K.RBF(bandwidth=4.0)).bandwidth(jnp.zeros((3, 1))))
+        == 3.0
+    )
+    r2, h = jnp.linspace(0.0, 9.0, 7), jnp.float32(1.7)
+    plain = K.Mixture(scales=(0.5, 2.0)).pair(r2, h)
+    doubled = K.Mixture(scales=(0.5, 2.0), base=Twice()).pair(r2, h)
+    for one, two in zip(plain, doubled, strict=True):
+        np.testing.assert_allclose(two, 2 * one, rtol=1e-5)
+
+
+def test_bandwidths_may_be_traced_or_plain_numbers():
+    x = jnp.asarray(ref.cloud(6, 2), jnp.float32)
+    target = px.Target(lambda x: -0.5 * jnp.sum(x**2))
+
+    def moved(h):
+        flow = px.svgd(target, kernel=K.RBF(bandwidth=h), step_size=0.1)
+        return flow.step(jax.random.key(0), flow.init(x))[0].particles
+
+    both = jax.vmap(moved)(jnp.array([1.0, 2.0]))
+    np.testing.assert_allclose(both[1], moved(2.0), rtol=1e-5)
+    slope = jax.grad(lambda h: moved(h).sum())(1.5)
+    rise = (moved(1.51).sum() - moved(1.49).sum()) / 0.02
+    np.testing.assert_allclose(slope, rise, rtol=0.05, atol=1e-3)
+
+    class Two(K.Bandwidth):
+        def choose(self, x):
+            return 2.0
+
+    np.testing.assert_allclose(moved(Two()), moved(2.0), rtol=1e-6)

@@ -343,3 +343,15 @@ def test_labels_are_those_of_the_most_probable_gaussian():
     )
     np.testing.assert_array_equal(found.labels(middle), logs.argmax(0))
     np.testing.assert_array_equal(found.labels(x), labels)
+
+
+def test_modes_that_are_empty_for_a_while_are_remembered():
+    before = modes.fit(np.array([[[0.0], [0.2], [9.0], [9.1]]]), np.array([[0, 0, 1, 1]]))
+    here = np.array([[[0.1], [0.3], [-0.1], [0.0]]])
+    now = modes.fit(here, np.zeros((1, 4), int))
+    found = modes.remembered(now, before, before.labels(here))
+    assert np.isfinite(found.log_weight).sum() == 2
+    assert sorted(np.round(found.centre[:2, 0])) == [0.0, 9.0]
+    np.testing.assert_allclose(np.exp(found.log_weight[1]), 0.05)
+    everywhere = np.array([[[0.1], [9.0]]])
+    assert modes.remembered(now, before, before.labels(everywhere)) is now

@@ -3,6 +3,7 @@
 What it promises is a standard error of `tolerance` for means (in sd) and sds (relative): five of them are allowed.
 """
 
+import math
 import warnings
 
 import jax
@@ -648,3 +649,53 @@ def test_a_gradient_that_is_nan_where_the_density_is_not():
 def test_a_log_density_in_numpy():
     with pytest.raises(TargetError, match=r"jax\.numpy"):
         go(lambda x: -np.sum(np.asarray(x) ** 2), jnp.zeros(2))
+
+
+def test_a_rare_mode_that_was_seen_is_not_forgotten(key):
+    """Two in a hundred draws are far away: windows in which no particle is there must not end the search."""
+
+    def density(x):
+        near, far = jnp.log(0.98) - 0.5 * x**2, jnp.log(0.02) - 0.5 * (x - 20) ** 2
+        return jnp.logaddexp(near, far)
+
+    start = lambda key: 20.0 * jax.random.bernoulli(key) + 0.0
+    done = px.sample(density, start, key=key, progress=False, budget=20_000)
+    assert len(done.modes) == 2
+    assert abs(float(done.moments.mean[0]) - 0.4) < 0.15
+    assert abs(float(done.moments.sd[0]) - 2.97) < 0.4
+
+
+def test_slopes_that_overflow_where_nobody_goes_are_no_complaint(key):
+    """A hierarchical model: in float32 the slope overflows at points that would be refused anyway."""
+    y = np.array([1.0, -1.0, 2.0, 0.0, 0.5])
+
+    def density(p):
+        inner = -0.5 * jnp.sum((p["th"] / jnp.exp(p["lt"])) ** 2) - 5 * p["lt"]
+        return inner - 0.5 * jnp.sum((p["th"] - y) ** 2) - 0.5 * p["lt"] ** 2
+
+    done = px.sample(density, {"th": jnp.zeros(5), "lt": 0.0}, key=key, progress=False)
+    assert done.converged, str(done)
+    place = done.names.index("lt")
+    np.testing.assert_allclose(done.moments.mean[place], -0.548, atol=0.05)  # by quadrature
+    np.testing.assert_allclose(done.moments.sd[place], 0.719, rtol=0.06)
+
+
+@pytest.mark.parametrize(
+    ("density", "words"),
+    [
+        (lambda x: None, "returned None.*return"),
+        (math.log, "jnp.log in place of math.log"),
+        (lambda x: -(x**2) if x > 0 else -x, r"jnp.where in place of `if`"),
+    ],
+)
+def test_common_slips_have_words(density, words, key):
+    with pytest.raises(TargetError, match=words):
+        px.sample(density, 1.0, key=key, progress=False)
+
+
+def test_parameters_keep_names_of_their_own(key):
+    start = {"a": {"b": 0.0}, "a.b": 1.0}
+    done = px.sample(
+        lambda p: -0.5 * p["a"]["b"] ** 2 - 0.5 * p["a.b"] ** 2, start, key=key, progress=False
+    )
+    assert len(set(done.names)) == 2
