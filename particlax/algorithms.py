@@ -175,7 +175,8 @@ def calibrated(
     """For when particles are dear (20 to 200, M > D + 1): a deterministic flow with honest covariance.
 
     Drift and a calibrated force in the `Ensemble` metric, so that nothing depends on the target's scales; on a
-    Gaussian the cloud comes to rest with exactly the target's mean and covariance. The metric's `limit` tames starts
+    Gaussian the cloud comes to rest with exactly the target's mean and covariance, if the step is small enough for it
+    to rest (with 4 or 5 particles, 0.01). The metric's `limit` tames starts
     that are much wider than the target. A schedule that ends low (0.1, 0.03, 0.01) settles the cloud.
 
     >>> import particlax as px

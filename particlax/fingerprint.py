@@ -178,13 +178,27 @@ def _library(module: str | None) -> bool:
 
 
 def _class(value: type) -> tuple[str, dict[str, Any]]:
-    """A class by the methods that were written for it."""
+    """A class by the methods and numbers that were written for it, or for those of the user's that it is made from."""
     found = {}
-    for name, member in vars(value).items():
-        method = getattr(member, "method", member)  # as Equinox holds it
-        if isinstance(method, types.FunctionType) and method.__code__.co_filename != "<string>":
-            found[f".{name}"] = method  # those made by dataclasses have no file
+    for base in reversed(value.__mro__):
+        if _library(base.__module__):
+            continue
+        for name, member in vars(base).items():
+            method = _bare(member)
+            function = isinstance(method, types.FunctionType)
+            # Those made by dataclasses have no file.
+            own = function and method.__code__.co_filename != "<string>"
+            plain = isinstance(member, (*GLOBALS, str)) and not name.startswith("_")
+            if plain or (own and (base is value or _own_function(method))):
+                found[f".{name}"] = method
     return value.__name__, found
+
+
+def _bare(member: Any) -> Any:
+    """The function in a method as Equinox holds it, in a static or class method, or in a property."""
+    for name in ("method", "__func__", "fget"):
+        member = getattr(member, name, None) or member
+    return member
 
 
 def _tuple(value: tuple) -> tuple[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -760,3 +760,65 @@ def test_numpy_arrays_of_a_module_are_compared():
 
     assert fingerprint.differences(told(5.0), told(5.0)) == []
     assert fingerprint.differences(told(5.0), told(6.0))
+
+
+# --------------------------------------------------------------------------------------- terms of one's own
+
+
+def _pulling(place, gain):
+    """A term whose strength stands somewhere in its class, or in the one that it is made from."""
+
+    class Base(px.terms.Term):
+        weight: float = 1.0
+
+        def __call__(self, cloud, key, memory):
+            return px.terms.Velocity(-self.strength() * cloud.x), memory
+
+    if place == "base":
+        rate = gain
+
+        class Middle(Base):
+            def strength(self):
+                return rate
+
+        class Mine(Middle):
+            pass
+    elif place == "number":
+
+        class Mine(Base):
+            RATE: ClassVar[float] = gain
+
+            def strength(self):
+                return self.RATE
+    else:
+        rate = gain
+
+        class Mine(Base):
+            @staticmethod
+            def fixed():
+                return rate
+
+            @property
+            def own(self):
+                return rate
+
+            def strength(self):
+                return self.fixed() if place == "static" else self.own
+
+    return Mine()
+
+
+@pytest.mark.parametrize("place", ["base", "number", "static", "property"])
+def test_a_term_that_was_changed_is_another_run(place, tmp_path):
+    target, start = px.Target(lambda x: -0.5 * jnp.sum(x**2)), jnp.ones((3, 2))
+    euler, key = px.integrators.Euler(0.1), jax.random.key(0)
+
+    def go(gain, steps):
+        flow = px.Flow(target, (_pulling(place, gain),), euler)
+        kept = {"checkpoint": tmp_path / "run", "every": 5, "progress": False}
+        return px.run(flow, start, steps=steps, key=key, **kept)
+
+    go(1.0, 5)
+    go(1.0, 10)
+    with pytest.raises(CheckpointError, match=r"1\.0 there, 3\.0 here"):
+        go(3.0, 15)
