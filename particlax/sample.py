@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from particlax.checks import as_generator, as_key, positive, whole
-from particlax.errors import OptionError, ParticleError, TargetError, known_options
+from particlax.errors import OptionError, ParticleError, TargetError, known_options, told
 from particlax.evidence import Check, Moments, judge, moments
 from particlax.moves import SNAPSHOTS, Density
 from particlax.particles import (
@@ -77,24 +77,37 @@ class Sample(eqx.Module):
         """What the failed checks saw; where all passed, what they saw."""
         return tuple(check.text for check in self.evidence if self.converged or not check.passed)
 
-    def summary(self) -> Summary:
-        """Mean, sd, quantiles, standard error of the mean, effective size and R-hat by coordinate."""
-        leaves = [np.asarray(leaf, float) for leaf in jax.tree.leaves(self.draws)]
+    def summary(self, transform: Callable[[Any], Any] | None = None) -> Summary:
+        """Mean, sd, quantiles, standard error of the mean, effective size and R-hat by coordinate.
+
+        With `transform`, of what it makes of a point: lambda p: {"tau": jnp.exp(p["log_tau"])}.
+        """
+        draws, found, names = self.draws, self.moments, self.names
+        if transform is not None:
+            draws = _mapped(transform, draws, 1)
+            names, (num, many) = _names(draws), jax.tree.leaves(self.chains)[0].shape[:2]
+            flat = [
+                np.asarray(leaf, float).reshape(num, many, -1)
+                for leaf in jax.tree.leaves(_mapped(transform, self.chains, 2))
+            ]
+            found = moments(np.concatenate(flat, 2))
+        leaves = [np.asarray(leaf, float) for leaf in jax.tree.leaves(draws)]
         flat = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], 1)
         low, middle, high = np.quantile(flat, [0.05, 0.5, 0.95], axis=0)
-        found = self.moments
         columns = (found.mean, found.sd, low, middle, high, found.mean_error, found.ess, found.rhat)
-        table = zip(self.names, *columns, strict=True)
+        table = zip(names, *columns, strict=True)
         rows = {
             name: dict(zip(Summary.COLUMNS, map(float, row), strict=True)) for name, *row in table
         }
         return Summary(rows, str(self))
 
-    def to_arviz(self) -> Any:
-        """The last round as ArviZ data, one chain for each particle."""
+    def to_arviz(self, transform: Callable[[Any], Any] | None = None) -> Any:
+        """The last round as ArviZ data, one chain for each particle; of what `transform` makes of a point, if it is given."""
         from particlax.export import to_arviz
 
-        return to_arviz(self.particles, self.chains)
+        if transform is None:
+            return to_arviz(self.particles, self.chains)
+        return to_arviz(_mapped(transform, self.particles, 1), _mapped(transform, self.chains, 2))
 
     def __str__(self) -> str:
         verdict = "converged" if self.converged else "NOT converged"
@@ -334,6 +347,21 @@ def _ready(density: Density, key: Array, cloud: PyTree, centre: PyTree, budget: 
         )
     ensemble.fill(fine)
     return ensemble
+
+
+def _mapped(transform: Any, points: PyTree, axes: int) -> PyTree:
+    """`transform` of every point of a tree with so many axes before a point's own."""
+    if not callable(transform):
+        raise OptionError(
+            f"transform is {told(transform)}; expected a function of one point, such as lambda p: {{'tau': jnp.exp(p['log_tau'])}}"
+        )
+    function = transform
+    for _ in range(axes):
+        function = jax.vmap(function)
+    found = jax.jit(function)(jax.tree.map(jnp.asarray, points))
+    if not jax.tree.leaves(found):
+        raise OptionError("transform gave nothing; expected numbers or arrays: it needs `return`")
+    return found
 
 
 def _names(cloud: PyTree) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 What it promises is a standard error of `tolerance` for means (in sd) and sds (relative): five of them are allowed.
 """
 
+import inspect
 import math
 import warnings
 
@@ -699,3 +700,33 @@ def test_parameters_keep_names_of_their_own(key):
         lambda p: -0.5 * p["a"]["b"] ** 2 - 0.5 * p["a.b"] ** 2, start, key=key, progress=False
     )
     assert len(set(done.names)) == 2
+
+
+def test_quantities_that_follow_from_a_point(key):
+    """With moments of their own, from the same chains."""
+    start = {"mu": 0.0, "log_tau": 0.0, "z": jnp.zeros(2)}
+
+    def density(p):
+        return -0.5 * p["mu"] ** 2 - 2 * p["log_tau"] ** 2 - 0.5 * jnp.sum(p["z"] ** 2)
+
+    done = px.sample(density, start, key=key, progress=False)
+    transform = lambda p: {"tau": jnp.exp(p["log_tau"]), "theta": p["mu"] + p["z"]}
+    table = done.summary(transform)
+    assert list(table.rows) == ["tau", "theta[0]", "theta[1]"]
+    tau = np.exp(np.asarray(done.chains["log_tau"], float))
+    row = table.rows["tau"]
+    np.testing.assert_allclose([row["mean"], row["sd"]], [tau.mean(), tau.std()], rtol=1e-4)
+    np.testing.assert_allclose(row["error"], tau.mean(0).std(ddof=1) / np.sqrt(M), rtol=1e-3)
+    assert abs(row["mean"] - np.exp(0.125)) < 5 * row["error"]
+    np.testing.assert_allclose(table.rows["theta[1]"]["sd"], np.sqrt(2), rtol=0.05)
+    same = done.summary(lambda p: p)
+    for name, plain in done.summary().rows.items():
+        np.testing.assert_allclose(
+            list(same.rows[name].values()), list(plain.values()), rtol=1e-3, atol=1e-4
+        )
+    exported = done.to_arviz(transform)["posterior"]
+    assert exported["theta"].shape == (M, len(tau), 2)
+    with pytest.raises(OptionError, match="transform is 'tau'; expected a function"):
+        inspect.unwrap(type(done).summary)(done, "tau")
+    with pytest.raises(OptionError, match="transform gave nothing"):
+        done.summary(lambda p: None)
