@@ -16,6 +16,8 @@ from particlax.zoo import Density
 __all__ = ["cloud", "contours", "grid", "reliability", "shade"]
 
 INK, PAPER = "#1f4e79", "Blues"
+USUAL = 5.0
+"""Half the side of the window in which the zoo's densities lie."""
 
 
 def _pyplot() -> Any:
@@ -29,6 +31,10 @@ def _pyplot() -> Any:
 
 
 def _lattice(density: Density, extent: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    if density.dim != 2:
+        raise OptionError(
+            f"the density has D = {density.dim}; expected one on the plane, such as px.zoo.U1()"
+        )
     side = np.linspace(-extent, extent, 201)
     first, second = np.meshgrid(side, side)
     points = jnp.asarray(np.stack([first, second], -1).reshape(-1, 2))
@@ -48,12 +54,20 @@ def contours(ax: Any, density: Density, extent: float = 5.0) -> Any:
     return _frame(ax, extent)
 
 
-def cloud(ax: Any, particles: PyTree, size: float | None = None, extent: float = 5.0) -> Any:
-    """Scatter the first two coordinates of a cloud."""
+def cloud(
+    ax: Any, particles: PyTree, size: float | None = None, extent: float | None = None
+) -> Any:
+    """Scatter the first two coordinates of a cloud, on [-5, 5]² or where it is, if that is elsewhere."""
     x = np.asarray(flatten(particles)[0])
+    if x.shape[1] < 2:
+        raise OptionError(
+            f"the cloud has {x.shape[1]} coordinate; expected two at least: draw one with ax.hist(particles)"
+        )
     size = min(12.0, 2.0 + 300.0 / len(x)) if size is None else size
     ax.scatter(x[:, 0], x[:, 1], s=size, c=INK, alpha=0.75, linewidths=0, rasterized=len(x) > 500)
-    return _frame(ax, extent)
+    if extent is None and np.mean(np.max(np.abs(x[:, :2]), 1) <= USUAL) < 0.9:
+        return ax
+    return _frame(ax, USUAL if extent is None else extent)
 
 
 def reliability(ax: Any, diagram: Reliability) -> Any:
@@ -113,7 +127,7 @@ def grid(
             shade(axes[0, column], density)
         for row, clouds in enumerate(rows.values(), start=int(truth)):
             contours(axes[row, column], density)
-            cloud(axes[row, column], clouds[name], size)
+            cloud(axes[row, column], clouds[name], size, USUAL)
     for row, name in enumerate((["truth"] if truth else []) + list(rows)):
         axes[row, 0].set_ylabel(name)
     return figure

@@ -95,3 +95,24 @@ def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(px.errors.OptionError, match=r"matplotlib.*particlax\[plots\]"):
         px.plots.grid({"a": clouds()}, DENSITIES)
+
+
+def test_a_cloud_that_lies_elsewhere_is_shown_where_it_is():
+    _, (near, far, told) = pyplot.subplots(1, 3)
+    x = jax.random.normal(jax.random.key(0), (50, 3))
+    px.plots.cloud(near, x)
+    px.plots.cloud(far, {"x": x + 100})
+    px.plots.cloud(told, x + 100, extent=7.0)
+    assert near.get_xlim() == (-5, 5)
+    assert far.get_xlim()[0] > 90
+    assert len(far.get_xticks()) > 0
+    assert told.get_xlim() == (-7, 7)
+
+
+def test_what_cannot_be_drawn_is_refused():
+    _, ax = pyplot.subplots()
+    with pytest.raises(px.errors.OptionError, match=r"1 coordinate.*ax\.hist"):
+        px.plots.cloud(ax, jnp.zeros(9))
+    for draw in (px.plots.shade, px.plots.contours):
+        with pytest.raises(px.errors.OptionError, match="D = 3; expected one on the plane"):
+            draw(ax, px.zoo.StudentT(3))
