@@ -161,7 +161,9 @@ class Flow(eqx.Module):
         frame = self.metric.frame(particles)
         z, score = frame.points(particles), frame.scores(seen.score)
         pulled = seen.pulled if type(frame) is Frame else None
-        cloud = Cloud(z, score, state.step, frame, particles, state.carried, common, pulled)
+        cloud = Cloud(
+            z, score, state.step, frame, particles, state.carried, common, pulled, seen.log_density
+        )
         total, how, memories, forces = self._sum(cloud, now, state)
         move = lambda mixed: self._move(particles, total(mixed), state.integrator, state.step)
         if how is None:

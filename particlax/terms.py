@@ -66,6 +66,8 @@ class Cloud(eqx.Module):
     """Leaves that all particles share (`State.shared`)."""
     pulled: pairwise.Pulled | None = None
     """The score in two parts, if the target knows them (`Evaluated.pulled`)."""
+    log_density: Float[Array, " M"] | None = None
+    """Log densities at the particles, of the same batch as the scores: for terms that weigh or replace particles."""
 
 
 class Velocity(NamedTuple):

@@ -228,3 +228,18 @@ def test_errors_of_an_optimizer_are_its_own(key):
     flow = px.svgd(NORMAL, optimizer=odd)
     with pytest.raises(TypeError, match=r"^mine$"):
         flow.step(key, flow.init(cloud()))
+
+
+def test_terms_see_the_log_densities_of_their_scores(key):
+    """Of the same minibatch, without another evaluation."""
+    rows = jnp.arange(12.0)
+    target = px.Target(
+        log_prior=lambda x: 0.0 * x.sum(),
+        log_likelihood=lambda x, batch: -0.5 * (batch - x.sum()) ** 2,
+        num_data=12,
+    )
+    give = lambda cloud, key, memory: (Velocity(cloud.log_density[:, None] + 0 * cloud.x), memory)
+    flow = px.Flow(target, (Own(give=give),), Euler(1.0))
+    batch = rows[3:7]
+    moved = flow.step(key, flow.init(cloud()), batch)[0].particles - cloud()
+    np.testing.assert_allclose(moved[:, 0], target.score(cloud(), batch)[0], rtol=1e-4)
