@@ -39,6 +39,7 @@ LAYERS = [
     "priors",
     "target",
     "terms",
+    "answers",
     "calibration",
     "diffusions",
     "metrics",
