@@ -35,6 +35,7 @@ LAYERS = [
     "sharding",
     "pairwise",
     "medians",
+    "bandwidths",
     "kernels",
     "priors",
     "target",

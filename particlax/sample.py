@@ -15,12 +15,7 @@ from particlax.checks import as_generator, as_key, positive, whole
 from particlax.errors import OptionError, ParticleError, TargetError, known_options, told
 from particlax.evidence import Check, Moments, judge, moments
 from particlax.moves import SNAPSHOTS, Density
-from particlax.particles import (
-    as_cloud,
-    dimension,
-    num_particles,
-    replicate,
-)
+from particlax.particles import as_cloud, dimension, num_particles, replicate
 from particlax.phases import Ensemble, Round
 from particlax.target import Target
 
