@@ -35,7 +35,6 @@ LAYERS = [
     "sharding",
     "pairwise",
     "medians",
-    "bandwidths",
     "kernels",
     "priors",
     "target",

@@ -27,10 +27,9 @@ from particlax.kernels import (
     LayerWise,
     Median,
     as_bandwidth,
-    check_distinct,
     whole_cloud,
 )
-from particlax.particles import num_particles
+from particlax.particles import check_distinct, num_particles
 from particlax.terms import Cloud, Term, Velocity, scale
 
 __all__ = [

@@ -17,6 +17,7 @@ __all__ = [
     "all_equal",
     "as_cloud",
     "by_prefix",
+    "check_distinct",
     "check_parts",
     "dimension",
     "flatten",
@@ -242,3 +243,13 @@ def random_like(
     leaves, structure = jax.tree.flatten(tree)
     drawn = [scale * draw(fold_in(key, i), leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(structure, drawn)
+
+
+def check_distinct(x: PyTree) -> None:
+    """Refuse several particles that sit at one point: equal forces keep them together for ever."""
+    if all_equal(x):
+        raise ParticleError(
+            f"all {num_particles(x)} particles are equal, so no interaction can separate them; expected "
+            "distinct particles. Start from a spread cloud, for instance px.particles.normal(key, M, "
+            "like=point)"
+        )
