@@ -19,14 +19,10 @@ def answered(term: Term, found: Any, x: PyTree, memory: PyTree) -> tuple[Velocit
             "one, if it keeps nothing)"
         )
     velocity, new = found
-    if velocity.noise is not None and not (term.noisy or term.random):
-        raise OptionError(
-            f"the term {name} gave noise, but is not declared to; write `noisy: ClassVar[bool] = True` in its class, so that it gets a "
-            "key and integrators that would distort its noise are refused"
-        )
     if velocity.noise is not None and not term.noisy:
         raise OptionError(
-            f"the term {name} gave noise, but is declared random, which is for random drifts; declare it `noisy`"
+            f"the term {name} gave noise, but is not declared to; declare it `noisy` (`noisy: ClassVar[bool] = True` in its class), so that "
+            "it gets a key and integrators that would distort its noise are refused"
         )
     drift = jax.tree.map(jnp.zeros_like, x) if velocity.drift is None else velocity.drift
     for what, tree in (("drift", drift), ("noise", velocity.noise)):

@@ -73,10 +73,7 @@ def _check_score(particles: PyTree, score: PyTree) -> None:
         raise ParticleError(
             "score is a tuple; expected the scores alone: target.score(particles) gives (log densities, scores), of which take [1]"
         )
-    shapes = [
-        [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] if not callable(tree) else "a function"
-        for tree in (particles, score)
-    ]
+    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (particles, score)]
     if jax.tree.structure(score) != jax.tree.structure(particles) or shapes[0] != shapes[1]:
         raise ParticleError(
             f"the particles have shapes {shapes[0]} and the scores {shapes[1]}; expected one score for each particle, as "
